@@ -1,0 +1,49 @@
+# `make demo` trains a small GPT on the device `lazysched`, `make test` runs the tests; each first sets up what it needs.
+#
+#   make demo DEMO_ARGS="--device cpu"   the same training without lazysched; DEMO_ARGS go to examples/train_gpt.py
+#   make test TEST_ARGS="-k settings"    TEST_ARGS go to pytest
+#   PYTHON=python3.12                    the interpreter, 3.10 or newer
+#   VENV=folder                          the environment; VENV=none: PYTHON's own packages, nothing is installed
+#   TORCH=torch==2.12.0                  another torch
+#   TORCH_INDEX=https://...              a package index for torch; empty: pip's own
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= $(if $(GPU),torch>=2.11,torch==2.13.0)
+TORCH_INDEX ?= $(if $(GPU),,$(call reachable,https://download.pytorch.org/whl/cpu))
+DEMO_ARGS ?=
+TEST_ARGS ?=
+
+# Recursive on purpose: asked only where something is installed.
+GPU = $(shell command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep GPU)
+# The index of CPU builds saves gigabytes, but pip waits a minute for one that it can't reach, so ask first.
+reachable = $(shell $(PYTHON) -c "import urllib.request as r; r.urlopen('$(1)/torch/', timeout=4)" 2>/dev/null && echo $(1))
+
+ifeq ($(VENV),none)
+RUN = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
+STAMP =
+else
+RUN = $(VENV)/bin/python
+STAMP = $(VENV)/.lazysched
+endif
+
+.PHONY: demo test setup clean
+
+demo: $(STAMP)
+	$(RUN) examples/train_gpt.py $(DEMO_ARGS)
+
+test: $(STAMP)
+	$(RUN) -m pytest $(TEST_ARGS)
+
+setup: $(STAMP)
+
+clean:
+	rm -rf $(if $(filter none,$(VENV)),,"$(VENV)") build dist *.egg-info
+
+$(STAMP): pyproject.toml Makefile
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'lazysched needs Python 3.10 or newer, PYTHON=$(PYTHON) is ' + sys.version)"
+	@echo "lazysched: setting up $(VENV)"
+	$(PYTHON) -m venv "$(VENV)"
+	index="$(TORCH_INDEX)" && $(RUN) -m pip install --disable-pip-version-check "setuptools>=70.1" "$(TORCH)" $${index:+--extra-index-url $$index}
+	$(RUN) -m pip install --disable-pip-version-check --quiet --no-build-isolation --editable ".[test]"
+	@touch "$@"

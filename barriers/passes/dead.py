@@ -1,0 +1,33 @@
+"""Drops what nobody can look at. Imports `ir_nodes` only."""
+
+from __future__ import annotations
+
+from ir_nodes import Graph, Node
+
+
+def eliminate_dead(graph: Graph) -> Graph:
+    """Keep the nodes that some live buffer's last value is computed from, and those that are run for no value at all.
+
+    A live generator's state counts as such a buffer, and a partial write keeps the value whose other bytes survive. Linear
+    in nodes and operands. Returns ``graph``, without the dead nodes and their values.
+    """
+    alive = _reachable(graph)
+    dead = [node for node in graph.nodes if node not in alive]
+    graph.remove(dead)
+    gone = set(dead)
+    for values in graph.values:
+        values[:] = [value for value in values if value.producer not in gone]
+    return graph
+
+
+def _reachable(graph: Graph) -> set[Node]:
+    pending = [value.producer for value in graph.outputs()]
+    pending += [node for node in graph.nodes if not node.all_writes()]  # an assertion, for one
+    alive: set[Node] = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in alive:
+            continue
+        alive.add(node)
+        pending.extend(value.producer for value in node.inputs())
+    return alive

@@ -1,0 +1,264 @@
+"""Joins the parts of a group into one body: what one part stores reaches the next in a register, and only what somebody
+outside needs is written to memory. Imports codegen's leaf modules and `ir_nodes`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from codegen import forms
+from codegen.forms import Form, Reduced
+from codegen.group import Group, Unit
+from codegen.instructions import FULL, KEPT, UNIFORM, Instr, MemAccess, scratch_value
+from codegen.kernel import Temporary
+from ir_nodes.node import Node, Value
+
+PlaceKey = tuple[int, Form, torch.dtype, int]
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """An instruction of a body. ``form`` is the address pattern over the full space (loads, stores, gathers, coords).
+
+    ``phase`` counts the reductions that must be complete before it. ``stage``: "load", "store", "gather", "expr",
+    "reduce", "coord", "scalar", "host", "size" as for `codegen.instructions.Instr`.
+    """
+
+    stage: str
+    dtype: torch.dtype
+    level: int
+    phase: int = 0
+    args: tuple["Step", ...] = ()
+    text: str = ""
+    access: MemAccess | None = None
+    form: Form = ()
+    kept_form: Form = ()  # the same over the kept elements only, for steps at that level
+    payload: object = None
+    partial: bool = False  # a store of one program's share of a split reduction
+
+
+@dataclass(slots=True, eq=False)
+class Body:
+    """A kernel's instructions in dependency order over ``numel`` elements, stores last."""
+
+    numel: int
+    reduced: Reduced | None
+    steps: list[Step] = field(default_factory=list)
+    stored: list[Value] = field(default_factory=list)
+    elided: list[Value] = field(default_factory=list)
+    column: bool = False
+
+    @property
+    def kept(self) -> int:
+        return self.numel // forms.reduced_extent(self.reduced or ())
+
+    @property
+    def extent(self) -> int:
+        return forms.reduced_extent(self.reduced or ())
+
+    def add(self, step: Step) -> Step:
+        """Append, with level and phase following from the arguments."""
+        if step.args:
+            step.phase = max(arg.phase for arg in step.args) + (step.stage == "reduce")
+        if step.stage == "expr" and step.args:
+            step.level = max(arg.level for arg in step.args)
+        self.steps.append(step)
+        return step
+
+    def drop_unused(self) -> None:
+        """Remove what no store needs."""
+        used: set[int] = set()
+        for step in reversed(self.steps):
+            if step.stage == "store" or id(step) in used:
+                used.update(id(arg) for arg in step.args)
+                used.add(id(step))
+        self.steps = [step for step in self.steps if id(step) in used]
+
+
+class BodyBuilder:
+    """Concatenates a group's units."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.body = Body(group.numel, group.reduced)
+        self._made: dict[int, Step] = {}
+        self._current: dict[PlaceKey, Step] = {}  # what a place holds now: loaded before or written by the group
+        self._written: dict[PlaceKey, list[tuple[MemAccess, int]]] = {}
+        self._inputs: dict[tuple[object, ...], Step] = {}
+
+    def build(self, outside: set[Value]) -> Body:
+        """The body; ``outside``: the group's values that somebody else needs."""
+        for unit in self.group.units:
+            assert unit.part is not None
+            self.body.column |= unit.part.column and unit.part.reduced is not None
+            for instr in unit.part.instrs:
+                self._made[id(instr)] = self._translate(unit, instr)
+        needed = {id(value.buffer) for value in outside}
+        for place, writes in self._written.items():
+            values = [access.value for access, _ in writes]
+            access, level = writes[-1]
+            if id(access.value.buffer) in needed:
+                self._store(place, access, level)
+                values.pop()
+            self.body.elided += values
+        self.body.drop_unused()
+        return self.body
+
+    def _level(self, unit: Unit, instr: Instr) -> int:
+        return min(instr.level, KEPT) if unit in self.group.kept_units else instr.level
+
+    def _full(self, form: Form, level: int) -> Form:
+        if level != KEPT:
+            return form
+        embedded = forms.embed(form, self.group.reduced or (), self.group.numel)
+        assert embedded is not None
+        return embedded
+
+    def _translate(self, unit: Unit, instr: Instr) -> Step:
+        args = tuple(self._made[id(arg)] for arg in instr.args)
+        level = self._level(unit, instr)
+        if instr.kind == "load":
+            return self._load(instr, level)
+        if instr.kind == "store":
+            return self._write(instr, args[0], level)
+        if instr.kind == "gather":
+            return self._gather(instr, args[0])
+        if instr.kind == "coord":
+            return self._coord(unit, instr.payload, level)
+        if instr.kind in ("scalar", "host", "size"):
+            key = (instr.kind, instr.payload, instr.dtype)
+            if key not in self._inputs:
+                self._inputs[key] = self.body.add(Step(instr.kind, instr.dtype, UNIFORM, payload=instr.payload))
+            return self._inputs[key]
+        return self.body.add(Step(instr.kind, instr.dtype, level, 0, args, instr.text))
+
+    def _place(self, access: MemAccess, form: Form) -> PlaceKey:
+        return (id(access.value.buffer), form, access.dtype, access.byte_offset)
+
+    def _load(self, instr: Instr, level: int) -> Step:
+        access = instr.access
+        assert access is not None
+        form = self._full(access.form, level)
+        place = self._place(access, form)
+        if place not in self._current:
+            step = Step("load", instr.dtype, self._loosest(form, level), access=access, form=form, kept_form=access.form)
+            self._current[place] = self.body.add(step)
+        return self._current[place]
+
+    def _loosest(self, form: Form, level: int) -> int:
+        """A load that does not change along the reduced dimensions belongs outside the loop over them."""
+        if self.group.split:
+            return level
+        if not any(stride for _, stride in form):
+            return UNIFORM if self.group.reduced is None else KEPT
+        if self.group.reduced is None or level == KEPT:
+            return level
+        dims = forms.dims_of(self._cuts(form), self.group.numel)
+        strides = forms.strides_over(form, dims)
+        flags = reduced_flags(dims, self.group.reduced)
+        return FULL if any(stride for stride, flag in zip(strides, flags) if flag) else KEPT
+
+    def _cuts(self, form: Form) -> tuple[int, ...]:
+        merged = forms.merge_cuts(forms.reduced_cuts(self.group.reduced or (), self.group.numel), forms.cuts(form))
+        assert merged is not None
+        return merged
+
+    def _write(self, instr: Instr, value: Step, level: int) -> Step:
+        access = instr.access
+        assert access is not None
+        place = self._place(access, self._full(access.form, level))
+        self._current[place] = value
+        self._written.setdefault(place, []).append((access, level))
+        return value
+
+    def _store(self, place: PlaceKey, access: MemAccess, level: int) -> None:
+        value = self._current[place]
+        self.body.add(Step("store", value.dtype, level, 0, (value,), access=access, form=place[1], kept_form=access.form))
+        self.body.stored.append(access.value)
+
+    def _gather(self, instr: Instr, index: Step) -> Step:
+        access = instr.access
+        assert access is not None
+        interval, rest = instr.payload  # type: ignore[misc]
+        source = self._current.get(self._place(access, access.form))
+        if source is None or source.level != FULL:
+            step = Step("gather", instr.dtype, KEPT, 0, (index,), access=access, form=self._full(rest, KEPT),
+                        kept_form=rest)
+            return self.body.add(step)
+        column = self._coordinate(interval, access.level, False)
+        text = "tl.where({0} == {1}, {2}, 0.0)"
+        picked = self.body.add(Step("expr", source.dtype, FULL, 0, (column, index, source), text))
+        return self.body.add(Step("reduce", source.dtype, KEPT, 0, (picked,), "add"))
+
+    def _coord(self, unit: Unit, payload: object, level: int) -> Step:
+        return self._coordinate(payload, level, unit in self.group.kept_units)  # type: ignore[arg-type]
+
+    def _coordinate(self, interval: tuple[int, int], level: int, kept: bool) -> Step:
+        lower, upper = interval
+        numel = self.group.kept if kept else self.group.numel
+        form = forms.collapse((numel // upper, upper // lower, lower), (0, 1, 0))
+        full = self._full(form, KEPT if kept else FULL)
+        return self.body.add(Step("coord", torch.int32, level, form=full, kept_form=form))
+
+
+def reduced_flags(dims: tuple[int, ...], reduced: Reduced | None) -> tuple[bool, ...]:
+    """For each dimension whether it lies inside a reduced interval."""
+    flags, position = [], 1
+    for extent in reversed(dims):
+        flags.append(any(lower <= position and position * extent <= upper for lower, upper in reduced or ()) and extent > 1)
+        position *= extent
+    return tuple(reversed(flags))
+
+
+class Scratch:
+    """The plan's scratch memory: one temporary per scratch value."""
+
+    def __init__(self) -> None:
+        self._made: dict[Value, Temporary] = {}
+
+    def of(self, value: Value) -> Temporary:
+        return self._made.setdefault(value, Temporary(len(self._made), value.buffer.nbytes))
+
+    def all(self) -> tuple[Temporary, ...]:
+        return tuple(self._made.values())
+
+
+def split_body(body: Body, shares: int, node: Node) -> tuple[Body, Body]:
+    """The kernels of a reduction split into ``shares``: partial results into scratch memory, then their combination.
+
+    Scratch holds (shares, kept) accumulators per reduction, row-major.
+    """
+    first = Body(body.numel, body.reduced, column=body.column, elided=body.elided)
+    second = Body(shares * body.kept, ((body.kept, shares * body.kept),) if shares > 1 else (), column=True)
+    moved: dict[int, Step] = {}
+    for step in body.steps:
+        if step.level == FULL or step.stage != "store" and step.phase == 0:
+            first.steps.append(step)
+        if step.stage == "reduce":
+            moved[id(step)] = _partial(first, second, step, shares, node)
+        elif step.level != FULL:
+            args = tuple(moved[id(arg)] for arg in step.args)
+            form = forms.collapse((shares, *(n for n, _ in step.kept_form)), (0, *(s for _, s in step.kept_form)))
+            moved[id(step)] = replace(step, args=args, form=form)
+            second.steps.append(moved[id(step)])
+    for half in (first, second):
+        half.drop_unused()
+        half.stored = [step.access.value for step in half.steps if step.stage == "store" and step.access is not None]
+    return first, second
+
+
+def _partial(first: Body, second: Body, step: Step, shares: int, node: Node) -> Step:
+    kept = first.kept
+    value = scratch_value(0, shares * kept * step.dtype.itemsize, node)
+    row = forms.collapse((kept,), (1,))
+    full = forms.embed(row, first.reduced or (), first.numel)
+    assert full is not None
+    access = MemAccess(value, row, step.dtype, 0, KEPT, 0, value.buffer.nbytes)
+    first.steps.append(step)
+    first.steps.append(Step("store", step.dtype, KEPT, 1, (step,), access=access, form=full, partial=True))
+    whole = forms.collapse((shares, kept), (kept, 1))
+    loaded = Step("load", step.dtype, FULL, access=replace(access, form=whole, level=FULL), form=whole)
+    total = Step("reduce", step.dtype, KEPT, 1, (loaded,), step.text)
+    second.steps += [loaded, total]
+    return total

@@ -1,0 +1,71 @@
+"""Lowers the negative log likelihood loss and its gradient. Imports torch, `ir_nodes` and codegen's leaf modules."""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+import torch
+
+from codegen.expressions import Unsupported
+from codegen.instructions import KEPT, Instr, Part, scratch_value
+from codegen.lowering import Lowering, arguments
+from codegen.reductions import divide, operand_of, reduction, write_kept
+from ir_nodes.layout import Layout
+from ir_nodes.node import Node, Operand
+
+
+def lower_nll_forward(node: Node, scratch: int) -> list[Part]:
+    """nll_loss_forward on (rows, classes): per-row losses and weights, then their sums."""
+    args = arguments(node)
+    source, target = operand_of(args["self"]), operand_of(args["target"])
+    if len(source.layout.size) != 2 or args["reduction"] not in (1, 2):
+        raise Unsupported("nll_loss without a batch or without a reduction")
+    rows = source.layout.size[0]
+    lowering, _ = reduction(node, source, 1)
+    index = lowering.load(target, KEPT)
+    ignored = lowering.read(args["ignore_index"], index.dtype)
+    picked = lowering.gather(source, 1, index)
+    weight: Instr = lowering.expr("1.0", dtype=picked.dtype)
+    if args.get("weight") is not None:
+        weight = _class_weight(lowering, operand_of(args["weight"]), index, picked.dtype)
+    used = lowering.expr("tl.where({0} != {1}, {2}, 0.0)", index, ignored, weight, dtype=picked.dtype)
+    loss = lowering.expr("tl.where({0} != {1}, -{2} * {3}, 0.0)", index, ignored, picked, weight, dtype=picked.dtype)
+    layout = Layout.contiguous(picked.dtype, (rows,))
+    values = [scratch_value(scratch + i, layout.nbytes, node) for i in range(2)]
+    for value, result in zip(values, (loss, used)):
+        lowering.store(value, layout, result, KEPT)
+    return [lowering.part, _nll_sum(node, [Operand(value, layout) for value in values], args["reduction"])]
+
+
+def _class_weight(lowering: Lowering, weight: Operand, index: Instr, dtype: torch.dtype) -> Instr:
+    rest = Layout(weight.layout.dtype, (1, weight.layout.size[0]), (0, weight.layout.stride[0]), weight.layout.offset)
+    return lowering.cast(lowering.gather(Operand(weight.value, rest), 1, index), dtype)
+
+
+def _nll_sum(node: Node, sources: Sequence[Operand], mode: int) -> Part:
+    lowering, dims = reduction(node, sources[0], None)
+    loss, weight = (lowering.reduce("add", lowering.load(source)) for source in sources)
+    write_kept(lowering, 0, divide(lowering, loss, weight) if mode == 1 else loss, dims)
+    write_kept(lowering, 1, weight, dims)
+    return lowering.part
+
+
+def lower_nll_backward(node: Node, scratch: int) -> list[Part]:
+    """nll_loss_backward on (rows, classes): one element per row is not zero."""
+    args = arguments(node)
+    source, target = operand_of(args["self"]), operand_of(args["target"])
+    if len(source.layout.size) != 2 or args["reduction"] not in (1, 2):
+        raise Unsupported("nll_loss without a batch or without a reduction")
+    lowering = Lowering(node, source.layout.size)
+    column = Layout(target.layout.dtype, (*target.layout.size, 1), (*target.layout.stride, 0), target.layout.offset)
+    index = lowering.load(Operand(target.value, column))
+    ignored = lowering.read(args["ignore_index"], index.dtype)
+    grad = lowering.read(args["grad_output"])
+    if args["reduction"] == 1:
+        grad = divide(lowering, grad, lowering.read(args["total_weight"], grad.dtype))
+    if args.get("weight") is not None:
+        weight = lowering.read(args["weight"], grad.dtype)
+        grad = lowering.expr("{0} * {1}", grad, weight, dtype=grad.dtype)
+    text = "tl.where(({0} == {1}) & ({1} != {2}), -{3}, 0.0)"
+    lowering.write(0, lowering.expr(text, lowering.coord(1), index, ignored, grad, dtype=grad.dtype))
+    return [lowering.part]

@@ -1,0 +1,207 @@
+"""Turns a graph into an ordered plan of kernels and ATen calls. Imports `ir_nodes` and codegen's planning modules.
+
+One pass in recorded order: each node starts a group of its own and is merged into the groups that make or share its operands,
+where `codegen.group.can_fuse` allows. Groups carry a level that rises along every dependency; a merge must keep that so,
+which is a local test and excludes cycles.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Iterable, Sequence
+
+from codegen.emit import emit_group
+from codegen.expressions import Unsupported
+from codegen.group import Group, Unit, can_fuse, joint_level, merge, new_group
+from codegen.kernel import ExternStep, KernelStep, Plan, Refusal, Temporary
+from codegen.lower import lower
+from codegen.tuning import HOPPER, Tuning
+from ir_nodes.graph import Graph
+from ir_nodes.node import Node, Value
+
+MAX_CANDIDATES = 6
+MAX_NEIGHBOURS = 256
+
+LoadKey = tuple[object, ...]
+
+
+def plan(graph: Graph, order: Iterable[tuple[Node, Node]] = (), tuning: Tuning = HOPPER) -> Plan:
+    """Kernels and extern calls for ``graph``, in an order that keeps data flow, overwrites and the extra edges ``order``.
+
+    ``order`` holds (earlier, later) pairs that data flow does not show: collectives, segments.
+    """
+    units = lower_all(graph)
+    add_dependencies(graph, units, order)
+    fuser = Fuser(tuning)
+    for unit in units:
+        fuser.place(unit)
+    groups = sort_groups(fuser.groups())
+    outputs = dict.fromkeys(graph.outputs())
+    home = {unit: group for group in groups for unit in group.units}
+    made: dict[Value, Unit] = {}
+    for unit in units:
+        for value in written_values(unit):
+            made[value] = unit
+    users = users_of(units)
+    steps: list[KernelStep | ExternStep] = []
+    temporaries: list[Temporary] = []
+    for group in groups:
+        if group.fusible:
+            outside = {value for value in values_written_by(group) if value in outputs or any(
+                home[user] is not group for user in users.get(value, ()))}
+            steps += emit_group(group, outside, temporaries, tuning)
+        else:
+            steps.append(ExternStep(group.units[0].node, group.units[0].reason))
+    return Plan(tuple(steps), tuple(temporaries), tuple(fuser.refusals))
+
+
+def lower_all(graph: Graph) -> list[Unit]:
+    """Every node as units, in order."""
+    units: list[Unit] = []
+    scratch = 0
+    for node in graph.nodes:
+        try:
+            parts = lower(node, scratch)
+        except Unsupported as refusal:
+            units.append(Unit(len(units), node, None, str(refusal)))
+            continue
+        for part in parts:
+            units.append(Unit(len(units), node, part))
+            scratch += sum(1 for mode, access in part.accesses() if mode == "w" and access.value.buffer.index < 0)
+    return units
+
+
+def written_values(unit: Unit) -> list[Value]:
+    if unit.part is None:
+        return [write.value for write in unit.node.all_writes()]
+    return [access.value for mode, access in unit.part.accesses() if mode == "w"]
+
+
+def values_written_by(group: Group) -> list[Value]:
+    return [value for unit in group.units for value in written_values(unit)]
+
+
+def needed_values(unit: Unit) -> list[Value]:
+    """What must exist before the unit runs: what it reads and what it partly overwrites."""
+    if unit.part is None:
+        return list(unit.node.inputs())
+    mine = dict.fromkeys(written_values(unit))
+    bases = [write.base for write in unit.node.all_writes() if write.base is not None and write.value in mine]
+    return [access.value for mode, access in unit.part.accesses() if mode == "r"] + bases
+
+
+def users_of(units: Sequence[Unit]) -> dict[Value, dict[Unit, None]]:
+    users: dict[Value, dict[Unit, None]] = {}
+    for unit in units:
+        for value in needed_values(unit):
+            users.setdefault(value, {})[unit] = None
+    return users
+
+
+def add_dependencies(graph: Graph, units: Sequence[Unit], order: Iterable[tuple[Node, Node]]) -> None:
+    """Fill `Unit.before`: producers of what it needs, and whoever needs or made the values that it overwrites."""
+    producer: dict[Value, Unit] = {}
+    users: dict[Value, dict[Unit, None]] = {}
+    by_node: dict[Node, list[Unit]] = {}
+    for unit in units:
+        by_node.setdefault(unit.node, []).append(unit)
+        for value in needed_values(unit):
+            if value in producer:
+                unit.before[producer[value]] = None
+            users.setdefault(value, {})[unit] = None
+        for value in written_values(unit):
+            producer[value] = unit
+            if value.buffer.index >= 0 and value.version > 0:
+                old = graph.values[value.buffer.index][value.version - 1]
+                unit.before.update(users.get(old, {}))
+                if old in producer:
+                    unit.before[producer[old]] = None
+        unit.before.pop(unit, None)
+    for earlier, later in order:
+        for unit in by_node.get(later, ()):
+            unit.before.update(dict.fromkeys(by_node.get(earlier, ())))
+
+
+class Fuser:
+    """Places units into groups one by one."""
+
+    def __init__(self, tuning: Tuning) -> None:
+        self.refusals: list[Refusal] = []
+        self._tuning = tuning
+        self._group: dict[Unit, Group] = {}
+        self._all: list[Group] = []
+        self._makers: dict[Value, Unit] = {}
+        self._readers: dict[LoadKey, Unit] = {}
+
+    def groups(self) -> list[Group]:
+        return [group for group in self._all if group.merged_into is None]
+
+    def place(self, unit: Unit) -> None:
+        """Give the unit a group, then merge that with every neighbour that allows it."""
+        before = dict.fromkeys(self._group[other].root() for other in unit.before)
+        group = new_group(unit, max((other.level for other in before), default=-1) + 1, self._tuning)
+        for other in before:
+            group.preds[other] = None
+            other.succs[group] = None
+        self._group[unit] = group
+        self._all.append(group)
+        if unit.part is not None:
+            self._merge_all(unit, group)
+        self._remember(unit)
+
+    def _merge_all(self, unit: Unit, group: Group) -> None:
+        for maker in self._candidates(unit):
+            other = self._group[maker].root()
+            group = group.root()
+            if other is group or not other.fusible:
+                continue
+            reason = self._try(other, group)
+            if reason is not None and maker in unit.before:
+                self.refusals.append(Refusal(maker.node, unit.node, reason))
+
+    def _candidates(self, unit: Unit) -> list[Unit]:
+        """Units worth sharing a kernel with: makers of the operands, latest first, then others that load the same."""
+        assert unit.part is not None
+        loads = [access for mode, access in unit.part.accesses() if mode == "r"]
+        makers = dict.fromkeys(self._makers[access.value] for access in loads if access.value in self._makers)
+        vertical = sorted(makers, key=lambda maker: (-self._group[maker].root().level, maker.position))
+        overwritten = [other for other in unit.before if other.part is not None and other not in makers]
+        sharing = [self._readers[access.key] for access in loads if access.key in self._readers]
+        return [*vertical, *dict.fromkeys([*sharing, *overwritten[:2]])][:MAX_CANDIDATES]
+
+    def _try(self, other: Group, group: Group) -> str | None:
+        if len(other.succs) > MAX_NEIGHBOURS or len(other.preds) > MAX_NEIGHBOURS:
+            return "too many kernels depend on it"
+        joint = can_fuse(other, group)
+        if isinstance(joint, str):
+            return joint
+        level = joint_level(other, group)
+        if level is None:
+            return "what lies between them has to run between them"
+        merge(other, group, joint, level)
+        return None
+
+    def _remember(self, unit: Unit) -> None:
+        for value in written_values(unit):
+            self._makers[value] = unit
+        for mode, access in unit.part.accesses() if unit.part else ():
+            if mode == "r":
+                self._readers[access.key] = unit
+
+
+def sort_groups(groups: Sequence[Group]) -> list[Group]:
+    """Dependency order, otherwise by each group's first node."""
+    waiting = {group: len(group.preds) for group in groups}
+    first = {group: group.units[0].position for group in groups}
+    ready = [(first[group], group) for group in groups if not waiting[group]]
+    heapq.heapify(ready)
+    out: list[Group] = []
+    while ready:
+        _, group = heapq.heappop(ready)
+        out.append(group)
+        for follower in group.succs:
+            waiting[follower] -= 1
+            if not waiting[follower]:
+                heapq.heappush(ready, (first[follower], follower))
+    assert len(out) == len(groups), "fusion made a cycle"
+    return out

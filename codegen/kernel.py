@@ -1,0 +1,116 @@
+"""What a fused kernel is and what launching it takes: plain descriptions, no behaviour. Imports torch and `ir_nodes`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ir_nodes.node import Node, Value
+
+
+@dataclass(frozen=True, slots=True)
+class Temporary:
+    """Scratch memory that one step of the plan writes and a later one reads; no storage owns it."""
+
+    id: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """The address of ``source``'s buffer plus ``byte_offset``; buffers start on 16-byte boundaries."""
+
+    source: Value | Temporary
+    byte_offset: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """The graph's number input ``index``, converted to ``dtype`` (float32, float64 or int64)."""
+
+    index: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class HostScalar:
+    """The number in a 0-d CPU tensor, read at launch: ``source_dtype`` at ``byte_offset``, converted to ``dtype``."""
+
+    value: Value
+    byte_offset: int
+    source_dtype: torch.dtype
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A size, stride or count known when the kernel is planned; passed by value so that it is not compiled in."""
+
+    value: int
+
+
+KernelArg = Pointer | Scalar | HostScalar | Size
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """Source of one Triton kernel with everything that selects its binary; equal kernels share one compilation.
+
+    ``source`` is a whole Python file that defines ``name``. ``signature`` gives each run-time argument its Triton type in
+    order ("*bf16", "i32", "i64", "fp32", "fp64"); ``constexprs`` follow them in the function's parameters. ``divisible``
+    names the arguments that are multiples of 16.
+    """
+
+    name: str
+    source: str
+    signature: tuple[tuple[str, str], ...]
+    constexprs: tuple[tuple[str, int], ...]
+    divisible: tuple[str, ...]
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KernelStep:
+    """One launch. ``args`` match ``kernel.signature``; ``elided`` are values that live in registers only.
+
+    ``reads`` and ``writes`` are the values (and temporaries) whose memory the kernel loads and stores.
+    """
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    args: tuple[KernelArg, ...]
+    nodes: tuple[Node, ...]
+    elided: tuple[Value, ...]
+    reads: tuple[Value | Temporary, ...]
+    writes: tuple[Value | Temporary, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExternStep:
+    """One node that ATen runs; ``reason`` says why no kernel was made of it."""
+
+    node: Node
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Two nodes that could not share a kernel, and why."""
+
+    first: Node
+    second: Node
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.first.target} (#{self.first.index}) and {self.second.target} (#{self.second.index}): {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """Steps in an order that keeps every dependency, with the scratch memory they share and what was not fused."""
+
+    steps: tuple[KernelStep | ExternStep, ...]
+    temporaries: tuple[Temporary, ...]
+    refusals: tuple[Refusal, ...]

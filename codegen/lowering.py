@@ -1,0 +1,195 @@
+"""Turns one node into instructions over an iteration space. Imports torch, `ir_nodes` and codegen's leaf modules.
+
+`Lowering` is the vocabulary that op-specific code speaks: read an argument, compute, reduce, write a result.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from codegen import forms
+from codegen.expressions import Unsupported
+from codegen.forms import Reduced
+from codegen.instructions import FULL, KEPT, UNIFORM, Instr, MemAccess, Part
+from codegen.promotion import COMPUTABLE, HALF, TRITON_TYPES, compute_dtype
+from ir_nodes.layout import Layout
+from ir_nodes.node import BufferKind, Node, Operand, ScalarInput, Target, Value
+
+@lru_cache(maxsize=4096)
+def argument_names(target: str) -> tuple[str, ...]:
+    """The schema's argument names of "aten::add.out", in order."""
+    name, _, overload = target.partition(".")
+    try:
+        schema = torch._C._get_schema(name, overload)
+    except RuntimeError as error:
+        raise Unsupported(f"no schema for {target}") from error
+    return tuple(argument.name for argument in schema.arguments)
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """The node's arguments by schema name; an argument written in place appears as the operand it reads, if it reads one."""
+    out: dict[str, Any] = {}
+    for name, arg in zip(argument_names(node.target), node.args):
+        if isinstance(arg, Target):
+            write = node.writes[arg.index]
+            arg = Operand(write.base, write.layout) if write.reads_old and write.base is not None else arg
+        out[name] = arg
+    return out
+
+
+def literal(number: bool | int | float) -> str:
+    """A Python number as Triton source."""
+    if isinstance(number, float) and not math.isfinite(number):
+        return f'float("{number}")'
+    return repr(number)
+
+
+def byte_span(layout: Layout) -> tuple[int, int]:
+    """First byte touched and the byte after the last, from the buffer's start."""
+    last = sum((n - 1) * s for n, s in zip(layout.size, layout.stride))
+    return layout.offset * layout.itemsize, (layout.offset + last + 1) * layout.itemsize
+
+
+class Lowering:
+    """Builds the instructions of one part."""
+
+    def __init__(self, node: Node, shape: tuple[int, ...], reduced: Reduced | None = None, kept: tuple[int, ...] = ()) -> None:
+        numel = math.prod(shape)
+        if numel == 0:
+            raise Unsupported("an empty tensor")
+        self.shape = shape
+        self.kept_shape = kept
+        self.part = Part(node, numel, reduced)
+
+    def _add(self, instr: Instr) -> Instr:
+        self.part.instrs.append(instr)
+        return instr
+
+    def access(self, value: Value, layout: Layout, level: int = FULL) -> MemAccess:
+        """``layout`` of ``value`` broadcast to the space of ``level``. Raises Unsupported where that is impossible."""
+        if layout.dtype not in COMPUTABLE:
+            raise Unsupported(f"dtype {str(layout.dtype).removeprefix('torch.')}")
+        shape = self.shape if level == FULL else self.kept_shape
+        form = forms.broadcast(layout.size, layout.stride, shape)
+        if form is None:
+            raise Unsupported(f"shape {list(layout.size)} does not broadcast to {list(shape)}")
+        return MemAccess(value, form, layout.dtype, layout.offset * layout.itemsize, level, *byte_span(layout))
+
+    def load(self, operand: Operand, level: int = FULL) -> Instr:
+        """The operand's elements in their compute dtype; a 0-d host tensor becomes a kernel argument."""
+        layout = operand.layout
+        if operand.value.buffer.kind is BufferKind.HOST:
+            return self._host(operand)
+        access = self.access(operand.value, layout, level)
+        rounded = layout.dtype if layout.dtype in HALF else None
+        return self._add(Instr("load", compute_dtype(layout.dtype), level, access=access, rounded=rounded))
+
+    def _host(self, operand: Operand) -> Instr:
+        layout = operand.layout
+        if layout.numel != 1 or layout.dtype not in COMPUTABLE or operand.value.producer is not None:
+            raise Unsupported(f"host tensor {layout}")
+        dtype = layout.dtype
+        held = dtype if dtype is torch.float64 else torch.float32 if dtype.is_floating_point else torch.int64
+        payload = (operand.value, layout.offset * layout.itemsize, dtype)
+        return self._add(Instr("host", held, UNIFORM, payload=payload))
+
+    def scalar(self, number: ScalarInput, dtype: torch.dtype) -> Instr:
+        """A number input as ``dtype``."""
+        if number.kind == "complex":
+            raise Unsupported("a complex number")
+        if number.kind == "float":
+            held = torch.float64 if dtype is torch.float64 else torch.float32
+        else:
+            held = torch.int64
+        return self.cast(self._add(Instr("scalar", held, UNIFORM, payload=number.index)), dtype)
+
+    def size(self, value: int, dtype: torch.dtype = torch.float32) -> Instr:
+        """An integer known when planning, passed as an argument, as ``dtype``."""
+        return self.cast(self._add(Instr("size", torch.int64, UNIFORM, payload=value)), dtype)
+
+    def read(self, arg: Any, dtype: torch.dtype | None = None, level: int = FULL) -> Instr:
+        """Any argument that stands for numbers: operand, number input or constant. ``dtype`` None keeps an operand's own."""
+        if isinstance(arg, Operand):
+            loaded = self.load(arg, level)
+            return loaded if dtype is None else self.cast(loaded, dtype)
+        if isinstance(arg, ScalarInput):
+            return self.scalar(arg, dtype or torch.float32)
+        if isinstance(arg, (bool, int, float)):
+            wanted = dtype or torch.float32
+            value = bool(arg) if wanted is torch.bool else float(arg) if wanted.is_floating_point else int(arg)
+            return self.expr(literal(value), dtype=wanted)
+        raise Unsupported(f"argument {arg!r}")
+
+    def expr(self, text: str, *args: Instr, dtype: torch.dtype) -> Instr:
+        """``text`` over {0}, {1}, ..."""
+        level = max((arg.level for arg in args), default=UNIFORM)
+        return self._add(Instr("expr", dtype, level, args, text))
+
+    def cast(self, value: Instr, dtype: torch.dtype) -> Instr:
+        """``value`` held as ``compute_dtype(dtype)``, and rounded to ``dtype`` where that is a 16-bit float."""
+        held = compute_dtype(dtype)
+        if value.dtype is not held:
+            value = self._convert(value, held)
+        if dtype in HALF and value.rounded is not dtype:
+            text = f"{{0}}.to({TRITON_TYPES[dtype]}).to(tl.float32)"
+            value = self.expr(text, value, dtype=held)
+            value.rounded = dtype
+        return value
+
+    def _convert(self, value: Instr, held: torch.dtype) -> Instr:
+        if value.kind == "expr" and not value.args:  # a literal: written again with the new type
+            number = eval_literal(value.text)
+            cast = bool(number) if held is torch.bool else float(number) if held.is_floating_point else int(number)
+            return self.expr(literal(cast), dtype=held)
+        if held is torch.bool:
+            return self.expr("({0} != 0)", value, dtype=held)
+        converted = self.expr(f"{{0}}.to({TRITON_TYPES[held]})", value, dtype=held)
+        if held is torch.float32 and value.dtype in (torch.bool, torch.uint8, torch.int8):
+            converted.rounded = None
+        return converted
+
+    def reduce(self, how: str, value: Instr) -> Instr:
+        """Combine over the reduced dimensions with "add", "max" or "min"."""
+        return self._add(Instr("reduce", value.dtype, KEPT, (value,), how))
+
+    def coord(self, dim: int) -> Instr:
+        """The index along ``dim`` of the full space, int64-free: held as the kernel's index type."""
+        lower = math.prod(self.shape[dim + 1 :])
+        return self._add(Instr("coord", torch.int32, FULL, payload=(lower, lower * self.shape[dim])))
+
+    def gather(self, operand: Operand, dim: int, index: Instr) -> Instr:
+        """``operand[..., index, ...]`` per kept element, the full space's ``dim`` being the one indexed."""
+        layout = operand.layout
+        access = self.access(operand.value, layout, FULL)
+        access.index_stride = layout.stride[dim]
+        rounded = layout.dtype if layout.dtype in HALF else None
+        lower = math.prod(self.shape[dim + 1 :])
+        rest = forms.collapse(layout.size[:dim] + layout.size[dim + 1 :], layout.stride[:dim] + layout.stride[dim + 1 :])
+        payload = ((lower, lower * self.shape[dim]), rest)
+        return self._add(Instr("gather", compute_dtype(layout.dtype), KEPT, (index,), access=access, payload=payload,
+                               rounded=rounded))
+
+    def write(self, index: int, value: Instr, level: int = FULL) -> Instr:
+        """Store ``value`` as ``node.writes[index]``, rounded to what that holds."""
+        write = self.part.node.writes[index]
+        return self.store(write.value, write.layout, value, level)
+
+    def store(self, target: Value, layout: Layout, value: Instr, level: int = FULL) -> Instr:
+        access = self.access(target, layout, level)
+        if any(stride == 0 for _, stride in access.form):
+            raise Unsupported("a write through an overlapping view")
+        value = self.cast(value, layout.dtype)
+        return self._add(Instr("store", value.dtype, level, (value,), access=access))
+
+
+def eval_literal(text: str) -> bool | int | float:
+    """The number that `literal` wrote."""
+    if text in ("True", "False"):
+        return text == "True"
+    stripped = text.removeprefix('float("').removesuffix('")')
+    return float(stripped) if stripped != text or not stripped.lstrip("-").isdigit() else int(stripped)
+

@@ -1,0 +1,122 @@
+"""Lowers softmax and layer norm with their gradients. Imports torch, `ir_nodes` and codegen's leaf modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from codegen.expressions import function
+from codegen.instructions import Instr, Part
+from codegen.lowering import Lowering, arguments
+from codegen.promotion import HALF
+from codegen.reductions import divide, mean_of, operand_of, reduction, write_kept
+from ir_nodes.node import Node
+
+
+def exp(lowering: Lowering, value: Instr) -> Instr:
+    """Exponential, as accurate as the op's result can show."""
+    rounded = lowering.part.node.writes[0].layout.dtype in HALF
+    return lowering.expr(f"{function('exp', value.dtype, rounded)}({{0}})", value, dtype=value.dtype)
+
+
+def lower_softmax(node: Node, scratch: int) -> list[Part]:
+    """_softmax and _log_softmax."""
+    args, source = _single(node)
+    lowering, _ = reduction(node, source, args["dim"])
+    value = lowering.load(source)
+    highest = lowering.reduce("max", value)
+    shifted = lowering.expr("{0} - {1}", value, highest, dtype=value.dtype)
+    grown = exp(lowering, shifted)
+    total = lowering.reduce("add", grown)
+    if node.name == "_softmax":
+        result = divide(lowering, grown, total)
+    else:
+        result = lowering.expr("{0} - libdevice.log({1})", shifted, total, dtype=value.dtype)
+    lowering.write(0, result)
+    return [lowering.part]
+
+
+def lower_softmax_backward(node: Node, scratch: int) -> list[Part]:
+    """_softmax_backward_data and _log_softmax_backward_data."""
+    args = arguments(node)
+    grad_operand, output_operand = operand_of(args["grad_output"]), operand_of(args["output"])
+    lowering, _ = reduction(node, grad_operand, args["dim"])
+    grad, output = lowering.load(grad_operand), lowering.load(output_operand)
+    if node.name == "_softmax_backward_data":
+        total = lowering.reduce("add", lowering.expr("{0} * {1}", grad, output, dtype=grad.dtype))
+        result = lowering.expr("({0} - {2}) * {1}", grad, output, total, dtype=grad.dtype)
+    else:
+        total = lowering.reduce("add", grad)
+        result = lowering.expr("{0} - {1} * {2}", grad, exp(lowering, output), total, dtype=grad.dtype)
+    lowering.write(0, result)
+    return [lowering.part]
+
+
+def lower_layer_norm(node: Node, scratch: int) -> list[Part]:
+    """native_layer_norm: mean and variance in two passes, as accurate as Welford's."""
+    args = arguments(node)
+    source = operand_of(args["input"])
+    rank = len(args["normalized_shape"])
+    lowering, dims = reduction(node, source, tuple(range(len(source.layout.size) - rank, len(source.layout.size))))
+    value = lowering.load(source)
+    mean = mean_of(lowering, lowering.reduce("add", value))
+    centred = lowering.expr("{0} - {1}", value, mean, dtype=value.dtype)
+    variance = mean_of(lowering, lowering.reduce("add", lowering.expr("{0} * {0}", centred, dtype=value.dtype)))
+    eps = lowering.read(args["eps"], value.dtype)
+    scale = lowering.expr("tl.rsqrt({0} + {1})", variance, eps, dtype=value.dtype)
+    result = lowering.expr("{0} * {1}", centred, scale, dtype=value.dtype)
+    if args.get("weight") is not None:
+        result = lowering.expr("{0} * {1}", result, lowering.read(args["weight"], value.dtype), dtype=value.dtype)
+    if args.get("bias") is not None:
+        result = lowering.expr("{0} + {1}", result, lowering.read(args["bias"], value.dtype), dtype=value.dtype)
+    lowering.write(0, result)
+    write_kept(lowering, 1, mean, dims)
+    write_kept(lowering, 2, scale, dims)
+    return [lowering.part]
+
+
+def lower_layer_norm_backward(node: Node, scratch: int) -> list[Part]:
+    """native_layer_norm_backward: grad_input reduces rows, grad_weight and grad_bias reduce columns of the same inputs."""
+    args = arguments(node)
+    rank = len(operand_of(args["input"]).layout.size) - len(args["normalized_shape"])
+    returned = list(node.returns)
+    parts = []
+    if returned[0] is not None:
+        parts.append(_layer_norm_grad_input(node, args, rank, returned[0]))
+    if any(index is not None for index in returned[1:3]):
+        parts.append(_layer_norm_grad_affine(node, args, rank, returned[1], returned[2]))
+    return parts
+
+
+def _normalised(lowering: Lowering, args: dict[str, Any]) -> tuple[Instr, Instr, Instr]:
+    """(gradient, normalised input, reciprocal deviation)."""
+    value = lowering.load(operand_of(args["input"]))
+    grad = lowering.cast(lowering.load(operand_of(args["grad_out"])), value.dtype)
+    mean = lowering.cast(lowering.load(operand_of(args["mean"])), value.dtype)
+    scale = lowering.cast(lowering.load(operand_of(args["rstd"])), value.dtype)
+    return grad, lowering.expr("({0} - {1}) * {2}", value, mean, scale, dtype=value.dtype), scale
+
+
+def _layer_norm_grad_input(node: Node, args: dict[str, Any], rank: int, index: int) -> Part:
+    source = operand_of(args["input"])
+    lowering, _ = reduction(node, source, tuple(range(rank, len(source.layout.size))))
+    grad, normal, scale = _normalised(lowering, args)
+    if args.get("weight") is not None:
+        grad = lowering.expr("{0} * {1}", grad, lowering.read(args["weight"], grad.dtype), dtype=grad.dtype)
+    plain = mean_of(lowering, lowering.reduce("add", grad))
+    skewed = mean_of(lowering, lowering.reduce("add", lowering.expr("{0} * {1}", grad, normal, dtype=grad.dtype)))
+    text = "({0} - {1} - {2} * {3}) * {4}"
+    lowering.write(index, lowering.expr(text, grad, plain, normal, skewed, scale, dtype=grad.dtype))
+    return lowering.part
+
+
+def _layer_norm_grad_affine(node: Node, args: dict[str, Any], rank: int, weight: int | None, bias: int | None) -> Part:
+    lowering, dims = reduction(node, operand_of(args["input"]), tuple(range(rank)))
+    lowering.part.column = True
+    if weight is not None:
+        grad, normal, _ = _normalised(lowering, args)
+        product = lowering.expr("{0} * {1}", grad, normal, dtype=grad.dtype)
+        write_kept(lowering, weight, lowering.reduce("add", product), dims)
+    if bias is not None:
+        grad = lowering.load(operand_of(args["grad_out"]))
+        write_kept(lowering, bias, lowering.reduce("add", grad), dims)
+    return lowering.part

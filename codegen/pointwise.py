@@ -1,0 +1,109 @@
+"""Lowers elementwise nodes by the table in `codegen.expressions`. Imports torch, `ir_nodes` and codegen's leaf modules."""
+
+from __future__ import annotations
+
+import re
+import string
+from functools import lru_cache
+from typing import Any, Mapping
+
+import torch
+
+from codegen.expressions import ROWS, Case, Row, Unsupported, function
+from codegen.instructions import Instr, Part
+from codegen.lowering import Lowering, arguments
+from codegen.promotion import HALF, category, common_dtype, compute_dtype
+from ir_nodes.node import BufferKind, Node, Operand, ScalarInput
+
+_PROMOTING_NUMBERS = frozenset(("self", "other", "exponent", "min", "max", "min_val", "max_val"))
+_CALL = re.compile(r"@(\w+)")
+
+
+@lru_cache(maxsize=4096)
+def fields(text: str) -> tuple[str, ...]:
+    """The argument names in a row's text, each once, in order."""
+    return tuple(dict.fromkeys(name for _, name, _, _ in string.Formatter().parse(text) if name is not None))
+
+
+def base_name(node: Node) -> str:
+    """The op's name with the mark of an in-place op removed."""
+    name = node.name
+    return name[:-1] if name.endswith("_") and not name.endswith("__") else name
+
+
+def lower_pointwise(node: Node) -> Part:
+    """The part of an elementwise node. Raises Unsupported with the reason where the table has no row for it."""
+    row = ROWS.get(base_name(node))
+    if row is None or (row.text == "" or len(node.writes) != 1 or node.effects):
+        raise Unsupported(f"no kernel for {node.target}")
+    args = arguments(node)
+    out = node.writes[0].layout
+    lowering = Lowering(node, out.size)
+    dtype = _dtype(row, args, out.dtype)
+    constants = {name: arg for name, arg in args.items() if not isinstance(arg, (Operand, ScalarInput))}
+    text = row.text(Case(compute_dtype(dtype), constants)) if callable(row.text) else row.text
+    lowering.write(0, _evaluate(lowering, row, text, args, dtype, out.dtype))
+    return lowering.part
+
+
+def _evaluate(lowering: Lowering, row: Row, text: str, args: Mapping[str, Any], dtype: torch.dtype, out: torch.dtype) -> Instr:
+    names = fields(text)
+    typed = dict(entry.split(":") for entry in row.typed)
+    values = [_read(lowering, args, name, row, getattr(torch, typed[name]) if name in typed else dtype) for name in names]
+    held = torch.bool if row.promote in ("compare", "truth") else compute_dtype(dtype)
+    if text == f"{{{names[0] if names else ''}}}":
+        return values[0]
+    called = _CALL.sub(lambda match: function(match[1], held, out in HALF), text)
+    positions = {name: f"{{{index}}}" for index, name in enumerate(names)}
+    return lowering.expr(called.format(**positions), *values, dtype=held)
+
+
+def _read(lowering: Lowering, args: Mapping[str, Any], name: str, row: Row, dtype: torch.dtype) -> Instr:
+    if name not in args:
+        raise Unsupported(f"argument {name} is missing")
+    arg = args[name]
+    exact = row.promote == "compare"  # ATen compares in the common dtype, but computes with numbers unrounded
+    on_host = isinstance(arg, Operand) and arg.value.buffer.kind is BufferKind.HOST
+    if on_host or not isinstance(arg, Operand):
+        return lowering.read(arg, dtype if exact else compute_dtype(dtype))
+    return lowering.read(arg, dtype)
+
+
+def _dtype(row: Row, args: Mapping[str, Any], out: torch.dtype) -> torch.dtype:
+    """The dtype (16-bit floats by name) that the row's operands are converted to."""
+    if row.promote == "result":
+        return out
+    if row.promote == "truth":
+        return torch.bool
+    if row.promote == "cast":
+        return _source_dtype(row, args, out)
+    common = _common(row, args, out)
+    floats = row.promote == "float" or (row.promote == "division" and args.get("rounding_mode") is None)
+    return torch.get_default_dtype() if floats and not common.is_floating_point else common
+
+
+def _source_dtype(row: Row, args: Mapping[str, Any], out: torch.dtype) -> torch.dtype:
+    operand = args.get(fields(row.text)[0]) if isinstance(row.text, str) else None
+    return operand.layout.dtype if isinstance(operand, Operand) else out
+
+
+def _common(row: Row, args: Mapping[str, Any], out: torch.dtype) -> torch.dtype:
+    typed = {entry.split(":")[0] for entry in row.typed}
+    tensors, scalars, numbers = [], [], []
+    for name, arg in args.items():
+        if name in typed or name == "out":
+            continue
+        if isinstance(arg, Operand):
+            hosted = arg.value.buffer.kind is BufferKind.HOST and arg.layout.dtype is torch.float64 and out is not torch.float64
+            if hosted:  # a Python number that the dispatcher wrapped
+                numbers.append("float")
+            else:
+                (tensors if arg.layout.size else scalars).append(arg.layout.dtype)
+        elif name in _PROMOTING_NUMBERS and isinstance(arg, (ScalarInput, bool, int, float)):
+            numbers.append(arg.kind if isinstance(arg, ScalarInput) else type(arg).__name__)
+    if "complex" in numbers:
+        raise Unsupported("a complex number")
+    common = common_dtype(tensors, scalars, numbers)
+    if category(common) > 1 and not common.is_floating_point:
+        raise Unsupported(f"dtype {common}")
+    return common

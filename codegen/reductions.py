@@ -1,0 +1,149 @@
+"""Lowers plain reductions; holds what every reducing op needs. Imports torch, `ir_nodes` and codegen's leaf modules.
+
+Each op becomes the primitives of `Lowering`: elementwise steps and sums, maxima or minima over the reduced dimensions. Sums
+of floats accumulate in float32 (float64 for float64), of integers in int64, as ATen's CUDA kernels do.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Callable, Sequence
+
+import torch
+
+from codegen import forms
+from codegen.expressions import Unsupported
+from codegen.instructions import KEPT, Instr, Part
+from codegen.lowering import Lowering, arguments
+from codegen.promotion import compute_dtype
+from ir_nodes.layout import Layout
+from ir_nodes.node import Node, Operand
+
+Lowered = Callable[[Node, int], list[Part]]
+"""From a node and the number of scratch values made so far to the node's parts."""
+
+
+def reduction(node: Node, source: Operand, dims: Sequence[int] | int | None) -> tuple[Lowering, tuple[int, ...]]:
+    """A lowering over ``source``'s shape that reduces ``dims`` (None or empty: all), and those dims."""
+    size = source.layout.size
+    chosen = tuple(range(len(size))) if dims is None or dims == () else (dims,) if isinstance(dims, int) else tuple(dims)
+    chosen = tuple(sorted(dim % len(size) for dim in chosen)) if size else ()
+    kept = tuple(extent for dim, extent in enumerate(size) if dim not in chosen)
+    lowering = Lowering(node, size, forms.intervals(size, chosen), kept)
+    lowering.part.column = _column(source.layout, chosen)
+    return lowering, chosen
+
+
+def _column(layout: Layout, dims: Sequence[int]) -> bool:
+    steps = [(stride, dim) for dim, (extent, stride) in enumerate(zip(layout.size, layout.stride)) if extent > 1 and stride > 0]
+    return bool(steps) and min(steps)[1] not in dims
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """What a sum over ``dtype`` elements is accumulated in."""
+    return compute_dtype(dtype) if dtype.is_floating_point else torch.int64
+
+
+def kept_layout(layout: Layout, dims: Sequence[int]) -> Layout:
+    """``layout`` with the reduced dimensions taken out, where they are still there with size 1."""
+    size = tuple(n for d, n in enumerate(layout.size) if d not in dims)
+    stride = tuple(s for d, s in enumerate(layout.stride) if d not in dims)
+    return Layout(layout.dtype, size, stride, layout.offset)
+
+
+def write_kept(lowering: Lowering, index: int, value: Instr, dims: Sequence[int]) -> None:
+    """Write one result per kept element, whether or not the op keeps the reduced dimensions."""
+    write = lowering.part.node.writes[index]
+    layout = write.layout
+    if len(layout.size) == len(lowering.shape) and dims:
+        layout = kept_layout(layout, dims)
+    if layout.size != lowering.kept_shape:
+        raise Unsupported(f"a result of shape {list(write.layout.size)} reduced from {list(lowering.shape)}")
+    lowering.store(write.value, layout, value, KEPT)
+
+
+def operand_of(arg: Any) -> Operand:
+    if not isinstance(arg, Operand):
+        raise Unsupported(f"argument {arg!r}")
+    return arg
+
+
+def _single(node: Node) -> tuple[dict[str, Any], Operand]:
+    args = arguments(node)
+    if len(node.writes) != 1:
+        raise Unsupported(f"no kernel for {node.target}")
+    return args, operand_of(args["self"])
+
+
+def lower_sum(node: Node, scratch: int) -> list[Part]:
+    args, source = _single(node)
+    lowering, dims = reduction(node, source, args.get("dim"))
+    out = node.writes[0].layout.dtype
+    value = lowering.load(source)
+    if out.is_floating_point and not value.dtype.is_floating_point:
+        value = lowering.cast(value, out)
+    held = accumulator(out if out.is_floating_point else value.dtype)
+    write_kept(lowering, 0, lowering.reduce("add", lowering.cast(value, held)), dims)
+    return [lowering.part]
+
+
+def lower_mean(node: Node, scratch: int) -> list[Part]:
+    args, source = _single(node)
+    lowering, dims = reduction(node, source, args.get("dim"))
+    held = compute_dtype(node.writes[0].layout.dtype)
+    total = lowering.reduce("add", lowering.cast(lowering.load(source), held))
+    write_kept(lowering, 0, mean_of(lowering, total), dims)
+    return [lowering.part]
+
+
+def mean_of(lowering: Lowering, total: Instr) -> Instr:
+    count = lowering.size(forms.reduced_extent(lowering.part.reduced or ()), total.dtype)
+    return divide(lowering, total, count)
+
+
+def divide(lowering: Lowering, left: Instr, right: Instr) -> Instr:
+    """IEEE division in the operands' dtype."""
+    name = "tl.math.div_rn" if left.dtype is torch.float32 else "tl.fdiv"
+    return lowering.expr(f"{name}({{0}}, {{1}})", left, right, dtype=left.dtype)
+
+
+def lower_extreme(how: str) -> Lowered:
+    def lower(node: Node, scratch: int) -> list[Part]:
+        args, source = _single(node)
+        lowering, dims = reduction(node, source, args.get("dim"))
+        value = lowering.load(source)
+        held = torch.int32 if value.dtype is torch.bool else value.dtype
+        write_kept(lowering, 0, lowering.reduce(how, lowering.cast(value, held)), dims)
+        return [lowering.part]
+
+    return lower
+
+
+def lower_truth(how: str) -> Lowered:
+    def lower(node: Node, scratch: int) -> list[Part]:
+        args, source = _single(node)
+        lowering, dims = reduction(node, source, args.get("dim"))
+        truth = lowering.cast(lowering.load(source), torch.bool)
+        write_kept(lowering, 0, lowering.reduce(how, lowering.cast(truth, torch.int32)), dims)
+        return [lowering.part]
+
+    return lower
+
+
+def lower_norm(node: Node, scratch: int) -> list[Part]:
+    """linalg_vector_norm for the orders 1, 2 and infinity."""
+    args, source = _single(node)
+    order = args.get("ord", 2)
+    if order not in (1, 2, math.inf):
+        raise Unsupported(f"norm of order {order}")
+    lowering, dims = reduction(node, source, args.get("dim"))
+    held = compute_dtype(node.writes[0].layout.dtype)
+    value = lowering.cast(lowering.load(source), held)
+    if not held.is_floating_point:
+        raise Unsupported(f"norm of {held}")
+    text = "{0} * {0}" if order == 2 else "tl.abs({0})"
+    total = lowering.reduce("max" if order == math.inf else "add", lowering.expr(text, value, dtype=held))
+    if order == 2:
+        total = lowering.expr("tl.sqrt_rn({0})" if held is torch.float32 else "tl.sqrt({0})", total, dtype=held)
+    write_kept(lowering, 0, total, dims)
+    return [lowering.part]

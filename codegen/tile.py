@@ -1,0 +1,148 @@
+"""Lays a body's iteration space out as a tile: common dimensions, the two axes they form, block sizes and warps. Imports
+codegen's leaf modules.
+
+Axis 1 runs along memory. A reduction's axes are its kept and its reduced dimensions; a pointwise body's are the innermost
+dimension and all others, or one flat axis where everything is dense.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from codegen import forms
+from codegen.body import Body, Step, reduced_flags
+from codegen.instructions import FULL
+from codegen.tuning import Tuning, power_of_two, snug_block
+
+Strides = dict[int, tuple[int, ...]]
+"""Per step (by id) its stride along each dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """``dims`` (positions in `Tile.dims`, outermost first) walked by one index, ``block`` of them per program."""
+
+    dims: tuple[int, ...]
+    extent: int
+    block: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tile:
+    """``axes`` are (axis 0, axis 1); axis 0 is None for a flat pointwise body. ``reduced_axis``: 0, 1 or None.
+
+    ``looped``: the reduced axis is walked block by block. ``shares``: programs that share one result.
+    """
+
+    dims: tuple[int, ...]
+    strides: Strides
+    axes: tuple[Axis | None, Axis]
+    reduced_axis: int | None
+    looped: bool
+    shares: int
+    num_warps: int
+
+    def axis_of(self, dim: int) -> int:
+        return 0 if self.axes[0] is not None and dim in self.axes[0].dims else 1
+
+
+def addressed(body: Body) -> list[Step]:
+    """Steps that have an address pattern."""
+    return [step for step in body.steps if step.stage in ("load", "store", "gather", "coord")]
+
+
+def lay_out(body: Body, tuning: Tuning, shares: int = 1) -> Tile:
+    """The tile of ``body``; ``shares`` above 1 makes the first kernel of a split reduction."""
+    steps = addressed(body)
+    cuts: tuple[int, ...] | None = forms.reduced_cuts(body.reduced or (), body.numel)
+    for step in steps:
+        cuts = None if cuts is None else forms.merge_cuts(cuts, forms.cuts(step.form))
+    assert cuts is not None, "fusion let operands through whose dimensions do not nest"
+    dims = forms.dims_of(cuts, body.numel)
+    strides = {id(step): forms.strides_over(step.form, dims) for step in steps}
+    flags = reduced_flags(dims, body.reduced)
+    main = _main(body)
+    order = sorted((dim for dim in range(len(dims)) if dims[dim] > 1),
+                   key=lambda dim: (flags[dim], -strides[id(main)][dim] if main else 0, dim))
+    dims, strides, flags = _merge(dims, strides, flags, order)
+    if body.reduced is None:
+        return _pointwise(body, dims, strides, tuning)
+    return _reduction(body, dims, strides, flags, tuning, shares)
+
+
+def _main(body: Body) -> Step | None:
+    """The access whose memory order the tile follows: what is stored, else what is loaded, over the whole space."""
+    full = [step for step in body.steps if step.level == FULL and step.access is not None]
+    stores = [step for step in full if step.stage == "store"]
+    dense = [step for step in stores or full if math.prod(n for n, s in step.form if s) == body.numel]
+    candidates = dense or stores or full or [step for step in body.steps if step.stage == "store"]
+    return candidates[0] if candidates else None
+
+
+def _merge(dims: tuple[int, ...], strides: Strides, flags: tuple[bool, ...], order: list[int]) -> tuple[
+        tuple[int, ...], Strides, tuple[bool, ...]]:
+    """Dimensions in ``order``, neighbours joined where every operand runs through both as through one."""
+    runs: list[list[int]] = []
+    for dim in order:
+        if runs and flags[runs[-1][-1]] == flags[dim] and all(
+                step[runs[-1][-1]] == step[dim] * dims[dim] for step in strides.values()):
+            runs[-1].append(dim)
+        else:
+            runs.append([dim])
+    merged = tuple(math.prod(dims[dim] for dim in run) for run in runs)
+    return merged, {key: tuple(s[run[-1]] for run in runs) for key, s in strides.items()}, tuple(flags[run[0]] for run in runs)
+
+
+def _warps(elements: int, per_lane: int = 8) -> int:
+    return max(1, min(16, power_of_two(elements // (32 * per_lane))))
+
+
+def _pointwise(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuning) -> Tile:
+    last = len(dims) - 1
+    if len(dims) <= 1 or dims[last] < 16:
+        block = tuning.pointwise_block if body.numel > tuning.pointwise_block * 64 else min(tuning.pointwise_block, 256)
+        if tuning.pointwise_block > 4096:
+            block = min(tuning.pointwise_block, power_of_two(body.numel))
+        axis = Axis(tuple(range(len(dims))), body.numel, block)
+        return Tile(dims, strides, (None, axis), None, False, 1, _warps(block))
+    inner = snug_block(dims[last], tuning.pointwise_block, 64)
+    outer_extent = body.numel // dims[last]
+    outer = min(max(tuning.pointwise_block // inner, 1), power_of_two(outer_extent))
+    axes = (Axis(tuple(range(last)), outer_extent, outer), Axis((last,), dims[last], inner))
+    return Tile(dims, strides, axes, None, False, 1, _warps(inner * outer))
+
+
+def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple[bool, ...], tuning: Tuning,
+               shares: int) -> Tile:
+    kept = tuple(dim for dim, flag in enumerate(flags) if not flag)
+    gone = tuple(dim for dim, flag in enumerate(flags) if flag)
+    column = _along_kept(body, dims, strides, flags)
+    extent, block_r, block_x, looped = body.extent, 1, 1, shares > 1
+    if not any(step.level == FULL for step in body.steps):
+        block_x = min(128, power_of_two(body.kept))
+    elif column:
+        block_x = min(64 if extent > 32 else 128, power_of_two(body.kept))
+        limit = tuning.tile * 4 // block_x
+        looped = looped or power_of_two(extent) > limit
+        block_r = min(power_of_two(extent), max(limit // 2 if looped else limit, 1))
+    else:
+        looped = looped or power_of_two(extent) > tuning.persistent
+        block_r = min(tuning.looped if looped else tuning.persistent, power_of_two(extent))
+        block_x = min(max(tuning.tile // block_r, 1), power_of_two(body.kept))
+    axis_x, axis_r = Axis(kept, body.kept, block_x), Axis(gone, extent, block_r)
+    axes = (axis_r, axis_x) if column else (axis_x, axis_r)
+    return Tile(dims, strides, axes, 0 if column else 1, looped, shares, _warps(block_x * block_r, 8 if looped else 16))
+
+
+def _along_kept(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple[bool, ...]) -> bool:
+    """True where neighbouring results, not neighbouring summands, lie next to one another in memory."""
+    votes = 0
+    for step in body.steps:
+        if step.access is None or step.level != FULL:
+            continue
+        moving = [(stride, dim) for dim, stride in enumerate(strides[id(step)]) if stride > 0]
+        if moving:
+            weight = math.prod(dims[dim] for _, dim in moving)
+            votes += -weight if flags[min(moving)[1]] else weight
+    return votes > 0

@@ -1,0 +1,55 @@
+"""Block sizes and when a reduction is split over programs. Imports codegen's leaf modules only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from codegen.instructions import Part
+
+
+def power_of_two(value: int) -> int:
+    """The smallest power of two that is at least ``value``."""
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def snug_block(extent: int, largest: int, smallest: int) -> int:
+    """The largest power of two up to ``largest`` that wastes at most an eighth of its lanes on ``extent`` elements."""
+    block = min(largest, power_of_two(extent))
+    best = block
+    while block >= smallest:
+        padded = -(-extent // block) * block
+        if padded * 8 <= extent * 9:
+            return block
+        block //= 2
+    return best
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Choices that depend on the machine. Block sizes are elements a program handles at a time.
+
+    ``programs``: how many programs keep the machine busy. ``persistent``: the longest reduction held in registers.
+    """
+
+    pointwise_block: int = 1024
+    tile: int = 1024
+    persistent: int = 16384
+    looped: int = 4096
+    programs: int = 528
+    split_rows: int = 32
+
+    def splits(self, part: Part) -> bool:
+        """True where the reduction leaves too few programs unless each result is computed by several."""
+        extent = part.numel // part.kept
+        if part.column:
+            return extent > 128 and -(-part.kept // 64) * 2 < self.programs and part.numel > 1 << 15
+        return extent > 8192 and part.kept * 4 < self.programs
+
+    def lanes(self, column: bool) -> int:
+        """Results that one program of a split reduction works on."""
+        return 64 if column else 1
+
+
+HOPPER = Tuning()
+INTERPRETER = Tuning(pointwise_block=1 << 16, tile=1 << 16, persistent=1 << 16, looped=1 << 14, programs=4)
+"""The interpreter pays per instruction and program, not per element."""

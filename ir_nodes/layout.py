@@ -1,0 +1,78 @@
+"""How an operand looks at a buffer: dtype, size, stride and offset. Imports torch only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A strided window on a buffer.
+
+    ``size`` and ``stride`` are per dimension, ``offset`` counts from the buffer's first byte; strides and offset are in
+    elements of ``dtype``, as in `torch.as_strided`.
+    """
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int = 0
+
+    @staticmethod
+    def contiguous(dtype: torch.dtype, size: tuple[int, ...]) -> "Layout":
+        """The row-major layout of ``size`` that starts at the buffer's first byte."""
+        stride, step = [], 1
+        for extent in reversed(size):
+            stride.append(step)
+            step *= max(extent, 1)
+        return Layout(dtype, tuple(size), tuple(reversed(stride)), 0)
+
+    @property
+    def numel(self) -> int:
+        total = 1
+        for extent in self.size:
+            total *= extent
+        return total
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements seen, counting an element that strides reach twice twice."""
+        return self.numel * self.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        step = 1
+        for extent, stride in zip(reversed(self.size), reversed(self.stride)):
+            if extent == 0:
+                return True
+            if extent != 1 and stride != step:
+                return False
+            step *= extent
+        return True
+
+    @property
+    def is_dense(self) -> bool:
+        """True where the elements fill one run of memory without holes or overlap, in whatever dimension order."""
+        step = 1
+        for stride, extent in sorted((s, n) for n, s in zip(self.size, self.stride) if n != 1):
+            if extent == 0:
+                return True
+            if stride != step:
+                return False
+            step *= extent
+        return True
+
+    def covers(self, nbytes: int) -> bool:
+        """True where a write through this layout overwrites all of a buffer of ``nbytes`` bytes."""
+        return self.offset == 0 and self.is_dense and self.nbytes == nbytes
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        shape = f"{name}[{','.join(map(str, self.size))}]"
+        return shape if self.is_contiguous and self.offset == 0 else f"{shape}:{list(self.stride)}+{self.offset}"

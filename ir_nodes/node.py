@@ -1,0 +1,166 @@
+"""The parts a graph is made of. Imports torch and `ir_nodes.layout` only.
+
+A *buffer* is what a storage owns. Every write to a buffer makes a new *value* of it, so each value is assigned once. An
+*operand* is a value seen through a layout: a view is never a node. A *node* is one recorded op.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any, Iterator
+
+from ir_nodes.layout import Layout
+
+
+class BufferKind(enum.Enum):
+    """Where a buffer's first value comes from."""
+
+    INPUT = "input"  # holds bytes on the device before the recording starts
+    FRESH = "fresh"  # made by the recording
+    HOST = "host"  # a 0-d CPU tensor handed to a device op
+    GENERATOR = "generator"  # a random generator's state; every random op reads and writes it
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The user's source line."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+@dataclass(slots=True, eq=False)
+class Buffer:
+    index: int
+    nbytes: int
+    kind: BufferKind
+    live: bool  # does a tensor still own it when the recording ends?
+
+    def __str__(self) -> str:
+        return f"b{self.index}"
+
+
+@dataclass(slots=True, eq=False)
+class Value:
+    """Contents of ``buffer`` after its ``version``-th write (0: before the first)."""
+
+    buffer: Buffer
+    version: int
+    producer: Node | None = None  # None: the contents when the recording starts
+    users: dict[Node, None] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.buffer}.{self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A read of ``value`` through ``layout``."""
+
+    value: Value
+    layout: Layout
+
+    def __str__(self) -> str:
+        return f"{self.value}:{self.layout}"
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """A new value of a buffer: ``base``'s bytes with the elements of ``layout`` replaced.
+
+    ``base`` is None where nothing of the old contents is needed. ``reads_old`` says that the op itself computes from the
+    old elements (``mul_``), not only that bytes outside ``layout`` survive.
+    """
+
+    value: Value
+    layout: Layout
+    base: Value | None
+    reads_old: bool
+
+    def __str__(self) -> str:
+        base = f" over {self.base}" if self.base else ""
+        return f"{self.value}:{self.layout}{base}"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """An argument that the op writes to: ``node.writes[index]``."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScalarInput:
+    """A number that is an input of the graph, so that changing it never recompiles. ``kind``: "float", "int", "bool", "complex"."""
+
+    index: int
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How a recording names an operand, before values exist. ``mode``: "r", "w" (old elements unused) or "rw"."""
+
+    buffer: Buffer
+    layout: Layout
+    mode: str = "r"
+
+
+Arg = Any  # Operand | Target | ScalarInput | None | bool | int | float | str | dtype | ... | tuple of Arg
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One recorded op.
+
+    ``args`` follow the schema of ``target`` ("aten::add.out"), keyword-only ones included. ``writes`` holds first the
+    written arguments in schema order (a `Target` stands in their place), then the op's new outputs. ``effects`` are
+    writes that the schema does not show: the state of a random generator. ``returns`` names for each tensor the op
+    newly returns its index in ``writes`` (None: undefined or no tensor).
+    """
+
+    index: int
+    target: str
+    args: tuple[Arg, ...]
+    reads: tuple[Operand, ...]
+    writes: tuple[Write, ...]
+    effects: tuple[Write, ...] = ()
+    returns: tuple[int | None, ...] = ()
+    frame: Frame | None = None
+    instr: int = -1  # the recorded instruction it came from
+
+    @property
+    def name(self) -> str:
+        """The op without namespace and overload: "add" for "aten::add.out"."""
+        return self.target.split("::")[-1].split(".")[0]
+
+    def inputs(self) -> Iterator[Value]:
+        """Every value it needs, bases of partial writes included; may repeat."""
+        for operand in self.reads:
+            yield operand.value
+        for write in self.all_writes():
+            if write.base is not None:
+                yield write.base
+
+    def all_writes(self) -> tuple[Write, ...]:
+        return self.writes + self.effects
+
+    def __str__(self) -> str:
+        outs = ", ".join(map(str, self.writes))
+        return f"{outs} = {self.target}({', '.join(map(show_arg, self.args))})"
+
+
+def show_arg(arg: Arg) -> str:
+    """An argument as the printed IR shows it."""
+    if isinstance(arg, tuple):
+        return "[" + ", ".join(map(show_arg, arg)) + "]"
+    if isinstance(arg, Target):
+        return f"out{arg.index}"
+    if isinstance(arg, ScalarInput):
+        return f"s{arg.index}:{arg.kind}"
+    return str(arg)

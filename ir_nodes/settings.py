@@ -1,0 +1,218 @@
+"""Every LAZYSCHED_* setting: its type, default and meaning, read from the environment once. Imports nothing of lazysched.
+
+The only file that reads environment variables. `current()` is what the other packages ask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PREFIX = "LAZYSCHED_"
+
+
+class SettingsError(ValueError):
+    """A setting that does not exist or has no valid value. The text names the variable, the value and what is valid."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The value of every setting; see `table()` for what each means."""
+
+    engine: str
+    device: str
+    mode: str
+    auto_barrier: bool
+    max_ops: int
+    max_pending_bytes: int  # 0: chosen by the device
+    cache_dir: Path
+    cache_size: int
+    debug: frozenset[str]
+    verify: bool
+    frames: bool
+    cxx: str  # "": the first of c++, g++, clang++ that is found
+
+    def code_key(self) -> tuple[Any, ...]:
+        """The values that change generated code, for cache keys."""
+        return tuple(getattr(self, row.field) for row in _ROWS if row.changes_code)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One setting. ``parse`` turns text into the value and raises ValueError where it can't; ``valid`` says what it takes."""
+
+    variable: str
+    field: str
+    valid: str
+    default: str  # as text, for the reader; "" for empty
+    doc: str
+    changes_code: bool
+    parse: Callable[[str], Any]
+
+
+def _choice(*names: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in names:
+            raise ValueError
+        return text
+
+    return parse
+
+
+def _bool(text: str) -> bool:
+    word = text.lower()
+    if word in ("1", "true", "on", "yes"):
+        return True
+    if word in ("0", "false", "off", "no"):
+        return False
+    raise ValueError
+
+
+def _positive(text: str) -> int:
+    if not re.fullmatch(r"[0-9]+", text) or int(text) == 0:
+        raise ValueError
+    return int(text)
+
+
+def _bytes(text: str) -> int:
+    if text == "auto":
+        return 0
+    match = re.fullmatch(r"([0-9]+)([KMG]?)", text)
+    if not match:
+        raise ValueError
+    return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2]]
+
+
+def _path(text: str) -> Path:
+    if not text or "\0" in text:
+        raise ValueError
+    return Path(text).expanduser()
+
+
+def _names(*names: str) -> Callable[[str], frozenset[str]]:
+    def parse(text: str) -> frozenset[str]:
+        words = frozenset(word.strip() for word in text.split(",") if word.strip())
+        if not words <= set(names):
+            raise ValueError
+        return words
+
+    return parse
+
+
+def _default_cache(environment: Mapping[str, str]) -> str:
+    base = environment.get("XDG_CACHE_HOME", "")
+    return os.path.join(base if os.path.isabs(base) else "~/.cache", "lazysched")
+
+
+def _row(name: str, valid: str, default: str, parse: Callable[[str], Any], doc: str, changes_code: bool = False) -> Row:
+    return Row(PREFIX + name.upper(), name, valid, default, doc, changes_code, parse)
+
+
+_BOOL = "0, 1, false, true, off, on, no, yes"
+_DEBUG = ("barriers", "kernels", "graph")
+_ROWS = (
+    _row("engine", "auto, aten, triton", "auto", _choice("auto", "aten", "triton"),
+         "what runs a graph; auto: triton on CUDA, aten on CPU", changes_code=True),
+    _row("device", "auto, cpu, cuda", "auto", _choice("auto", "cpu", "cuda"),
+         "the physical device; auto: cuda if there is one, else cpu", changes_code=True),
+    _row("mode", "lazy, eager", "lazy", _choice("lazy", "eager"), "eager runs every op at once, synchronously"),
+    _row("auto_barrier", _BOOL, "1", _bool, "a barrier at the end of `optimizer.step()`"),
+    _row("max_ops", "an integer above 0", "20000", _positive, "recorded ops that force a barrier"),
+    _row("max_pending_bytes", "auto or bytes such as 4096, 64K, 512M, 2G", "auto", _bytes,
+         "bytes of unrun results that force a barrier; auto (or 0): chosen by the device"),
+    _row("cache_dir", "a path", "~/.cache/lazysched", _path,
+         "folder of compiled code; by default in `$XDG_CACHE_HOME` where that is set"),
+    _row("cache_size", "an integer above 0", "256", _positive, "executables kept in memory, the least recently used goes first"),
+    _row("debug", "a comma-separated list of " + ", ".join(_DEBUG), "", _names(*_DEBUG),
+         "prints each barrier with its reason, each generated kernel with its path, each graph"),
+    _row("verify", _BOOL, "0", _bool, "checks the IR after each pass"),
+    _row("frames", _BOOL, "1", _bool, "notes the user's source line for each op"),
+    Row("CXX", "cxx", "a C++20 compiler", "", "the compiler of the native core; by default c++, g++ or clang++", False, str),
+)
+_BY_FIELD = {row.field: row for row in _ROWS}
+_BY_VARIABLE = {row.variable: row for row in _ROWS}
+
+_current: Settings | None = None
+
+
+def current() -> Settings:
+    """The settings in force. Reads the environment at the first call. Raises SettingsError."""
+    global _current
+    if _current is None:
+        _current = read(os.environ)
+    return _current
+
+
+def read(environment: Mapping[str, str]) -> Settings:
+    """The settings that ``environment`` asks for. Raises SettingsError for an unknown LAZYSCHED_* or a malformed value."""
+    for variable in environment:
+        if variable.startswith(PREFIX) and variable not in _BY_VARIABLE:
+            raise SettingsError(_unknown(variable, environment[variable], list(_BY_VARIABLE)))
+    values = {}
+    for row in _ROWS:
+        default = _default_cache(environment) if row.field == "cache_dir" else row.default
+        values[row.field] = _parse(row, environment.get(row.variable, default))
+    return Settings(**values)
+
+
+@contextlib.contextmanager
+def override(**values: Any) -> Iterator[Settings]:
+    """Other values, by field name, for the length of a ``with`` block; for tests. Holds for every thread of the process.
+
+    Values are checked like the environment's: ``override(engine="aten", max_ops=10, debug={"graph"})``. Raises SettingsError.
+    """
+    global _current
+    before = current()
+    merged = {field: getattr(before, field) for field in _BY_FIELD}
+    for field, value in values.items():
+        if field not in _BY_FIELD:
+            raise SettingsError(_unknown(field, value, list(_BY_FIELD)))
+        merged[field] = _parse(_BY_FIELD[field], _as_text(value))
+    _current = Settings(**merged)
+    try:
+        yield _current
+    finally:
+        _current = before
+
+
+def child_environment(**values: Any) -> dict[str, str]:
+    """This process's environment with other settings, by field name, to start a process with. Raises SettingsError."""
+    environment = dict(os.environ)
+    for field, value in values.items():
+        if field not in _BY_FIELD:
+            raise SettingsError(_unknown(field, value, list(_BY_FIELD)))
+        environment[_BY_FIELD[field].variable] = _as_text(value)
+    read(environment)
+    return environment
+
+
+def table() -> list[tuple[str, str, str, str, str]]:
+    """Rows of (variable, valid values, default, meaning, "yes" where it changes generated code), in reading order."""
+    return [(r.variable, r.valid, r.default, r.doc, "yes" if r.changes_code else "no") for r in _ROWS]
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(int(value))
+    if isinstance(value, (set, frozenset, tuple, list)):
+        return ",".join(sorted(value))
+    return str(value)
+
+
+def _parse(row: Row, text: str) -> Any:
+    try:
+        return row.parse(text)
+    except ValueError:
+        raise SettingsError(f"{row.variable}={text!r} is not valid: it takes {row.valid}") from None
+
+
+def _unknown(name: str, value: Any, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    return f"{name}={value!r}: there is no such setting{hint}. Valid: {', '.join(known)}"

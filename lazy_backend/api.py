@@ -1,0 +1,85 @@
+"""What a user calls: barriers by hand, statistics. Imports torch, `barriers` and `lazy_backend` parts below it."""
+
+from __future__ import annotations
+
+from typing import Any, Iterable
+
+import torch
+import torch._lazy
+
+from barriers.barrier import Barrier, BarrierKind, BarrierLog
+from ir_nodes import settings
+from lazy_backend import core
+from lazy_backend.trace import parse_frame
+
+_KINDS = {kind.label: kind for kind in BarrierKind}
+barrier_log = BarrierLog()
+
+
+def device_indices(device: torch.device | str | int | None) -> list[int]:
+    """The device's index, or every index for None. Raises ValueError where it is not a lazysched device."""
+    if device is None:
+        return list(range(core.device_count()))
+    if isinstance(device, int):
+        return [device]
+    parsed = torch.device(device)
+    if parsed.type != "lazysched":
+        raise ValueError(f"expected a lazysched device, got {parsed}")
+    return [core.get().current_device() if parsed.index is None else parsed.index]
+
+
+def mark_step(device: torch.device | str | int | None = None, wait: bool = False) -> None:
+    """Run what is recorded on ``device`` (None: on every index), then the step closures.
+
+    Returns when the kernels are launched, or with ``wait`` when they have finished.
+    """
+    native = core.get()
+    for index in device_indices(device):
+        native.barrier(index, "mark_step", "lazy_backend.mark_step()")
+    native.count("MarkStep")
+    if wait:
+        wait_device_ops(device)
+    torch._lazy.run_step_closures()
+
+
+def sync(tensors: torch.Tensor | Iterable[torch.Tensor]) -> None:
+    """Compute ``tensors``. What else is recorded on their devices runs with them."""
+    every = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    native = core.get()
+    for index in sorted({t.device.index for t in every if t.device.type == "lazysched"}):
+        native.barrier(index, "sync", "lazy_backend.sync(tensors)")
+
+
+def wait_device_ops(device: torch.device | str | int | None = None) -> None:
+    """Run what is recorded and wait until the physical device has finished."""
+    native = core.get()
+    for index in device_indices(device):
+        native.barrier(index, "wait", "wait_device_ops()")
+        if core.physical_is_cuda():
+            torch.cuda.synchronize(index)
+
+
+def drain_barriers() -> None:
+    """Move the barriers that the core has seen since into the log; print them under LAZYSCHED_DEBUG=barriers."""
+    if not core.is_started():
+        return
+    show = "barriers" in settings.current().debug
+    for kind, reason, place, ops, _, milliseconds, hit in core.get().take_barriers():
+        barrier = Barrier(_KINDS[kind], reason, parse_frame(place), ops, milliseconds)
+        barrier_log.add(barrier)
+        if show:
+            print(f"lazysched: barrier {barrier}{' [cached]' if hit else ''}", flush=True)
+
+
+def barriers() -> list[Barrier]:
+    """The last barriers, newest last: kind, reason, the user's line, ops run, milliseconds."""
+    drain_barriers()
+    return barrier_log.recent()
+
+
+def stats() -> dict[str, Any]:
+    """Counters since the start: compiles, cache_hits, nodes_run, nodes_dead, kernels_run, fallbacks, recorded, flushes, ..."""
+    return core.get().stats()
+
+
+core.at_start(lambda native: native.set_logger(drain_barriers))

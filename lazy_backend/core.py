@@ -1,0 +1,98 @@
+"""Loads and sets up the native core at the device's first use. Imports torch, `ir_nodes.settings` and `lazy_backend` parts below it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from types import ModuleType
+from typing import Callable
+
+import torch
+
+from ir_nodes import settings
+from lazy_backend import native
+
+_core: ModuleType | None = None
+_forked = False
+_lock = threading.RLock()
+_at_start: list[Callable[[ModuleType], None]] = []
+PENDING_SHARE = 8  # by default a recording may hold an eighth of the device's memory
+
+
+def at_start(action: Callable[[ModuleType], None]) -> None:
+    """Run ``action(core)`` when the core starts, or now if it has."""
+    with _lock:
+        _at_start.append(action)
+        if _core is not None:
+            action(_core)
+
+
+def is_started() -> bool:
+    return _core is not None
+
+
+def is_in_bad_fork() -> bool:
+    """True in a forked child of a process that used a GPU through the device: CUDA does not survive fork."""
+    return _forked
+
+
+def physical_is_cuda() -> bool:
+    """Does the device run on CUDA? Raises RuntimeError where LAZYSCHED_DEVICE=cuda and there is none."""
+    wanted = settings.current().device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("LAZYSCHED_DEVICE=cuda, but torch.cuda.is_available() is False")
+    return wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
+
+
+def device_count() -> int:
+    """As many indices as physical devices; 1 on CPU."""
+    return torch.cuda.device_count() if physical_is_cuda() else 1
+
+
+def get() -> ModuleType:
+    """The native core, built and started where need be.
+
+    Raises NativeBuildError, SettingsError, or RuntimeError in a forked child that cannot use the device.
+    """
+    global _core
+    if _forked:
+        raise RuntimeError("lazysched can't be used in a forked child after its GPU was used; start processes with 'spawn'")
+    if _core is None:
+        with _lock:
+            if _core is None:
+                _core = start()
+    return _core
+
+
+def start() -> ModuleType:
+    core = native.load()
+    cuda = physical_is_cuda()
+    if cuda:
+        torch.cuda.init()
+    core.init(cuda, device_count())
+    configure(core)
+    for action in _at_start:
+        action(core)
+    if cuda:
+        os.register_at_fork(after_in_child=_mark_forked)
+    return core
+
+
+def configure(core: ModuleType) -> None:
+    """Hand the settings in force to the core."""
+    now = settings.current()
+    core.configure(now.max_ops, now.max_pending_bytes or default_pending_bytes(), now.mode == "eager", now.cache_size, now.frames,
+                   "barriers" in now.debug)
+
+
+def default_pending_bytes() -> int:
+    if physical_is_cuda():
+        total = torch.cuda.get_device_properties(0).total_memory
+    else:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return total // PENDING_SHARE
+
+
+def _mark_forked() -> None:
+    global _forked
+    _forked = True

@@ -1,0 +1,54 @@
+"""Compiles a recording on a cache miss: graph, passes, engine, program. Joins `barriers` and `codegen`; imports both."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from types import ModuleType
+
+from barriers.pipeline import run_passes
+from codegen import engines
+from codegen.executable import Program, assemble
+from ir_nodes import Graph, printer, settings
+from lazy_backend import core
+from lazy_backend.trace import Recording, to_graph
+
+
+def compile_recording(native: ModuleType, recording: Recording, device: int) -> Program:
+    """The program for ``recording`` on device ``device``. Runs once per cache miss, under the GIL."""
+    now = settings.current()
+    graph = to_graph(recording)
+    recorded = len(graph.nodes)
+    graph, _ = run_passes(graph, check=now.verify)
+    if "graph" in now.debug:
+        print(printer.text(graph), file=sys.stderr)
+    program: Program = native.Program()
+    steps, temporaries = plan_steps(graph, recording, engine_name(), device)
+    assemble(graph, program, steps, recorded - len(graph.nodes), temporaries)
+    return program
+
+
+def engine_name() -> str:
+    chosen = settings.current().engine
+    if chosen == "auto":
+        return "triton" if core.physical_is_cuda() else "aten"
+    return chosen
+
+
+def plan_steps(graph: Graph, recording: Recording, engine: str, device: int) -> tuple[list[engines.Emit], list[int]]:
+    """The engine's steps; where it fails, a warning that names the cause, and the aten engine's."""
+    now = settings.current()
+    context = engines.Context(recording, core.physical_is_cuda(), device, now.cache_dir / "kernels", "kernels" in now.debug)
+    try:
+        return engines.ENGINES[engine](graph, context)
+    except engines.EngineError as error:
+        warnings.warn(f"lazysched: the {engine} engine gives up on a graph of {len(graph.nodes)} nodes, which the aten engine runs instead: {error}",
+                      RuntimeWarning, stacklevel=2)
+        return engines.ENGINES["aten"](graph, context)
+
+
+def install(native: ModuleType) -> None:
+    native.set_compiler(lambda recording, device: compile_recording(native, recording, device))
+
+
+core.at_start(install)

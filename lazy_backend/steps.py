@@ -1,0 +1,41 @@
+"""The automatic barrier at the end of `optimizer.step()`, and `torch._lazy`'s waiting. Imports torch and `lazy_backend` parts below it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Sequence
+
+import torch
+import torch._lazy
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from ir_nodes import settings
+from lazy_backend import api, core
+
+
+def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """End the recording of each lazysched device that holds parameters of ``optimizer``."""
+    if not core.is_started() or not settings.current().auto_barrier:
+        return
+    firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
+    indices = dict.fromkeys(p.device.index for p in firsts if p.device.type == "lazysched")
+    for index in indices:
+        core.get().barrier(index, "optimizer_step", f"{type(optimizer).__name__}.step() ended")
+    if indices:
+        torch._lazy.run_step_closures()
+
+
+def install() -> None:
+    register_optimizer_step_post_hook(after_step)
+    original = torch._lazy.wait_device_ops
+    if hasattr(original, "_lazysched"):
+        return
+
+    @functools.wraps(original)
+    def wait_device_ops(devices: Sequence[str] | None = None) -> None:
+        original(devices)
+        if core.is_started():
+            api.wait_device_ops()
+
+    wait_device_ops._lazysched = True  # type: ignore[attr-defined]
+    torch._lazy.wait_device_ops = wait_device_ops

@@ -1,0 +1,65 @@
+"""A copy of a window onto itself goes, every other copy stays."""
+
+from __future__ import annotations
+
+import torch
+
+from barriers.passes.noops import eliminate_noops
+from ir_nodes import reference
+from ir_nodes.verify import verify
+from tests.recording import Recorder, Recording
+
+
+def check(recording: Recording, left: list[str]) -> None:
+    graph = eliminate_noops(recording.graph)
+    assert [node.name for node in graph.nodes] == left
+    verify(graph)
+    got = reference.run(graph, recording.inputs, recording.scalars)
+    for index, data in recording.expected.items():
+        unchanged = recording.inputs.get(index)
+        assert torch.equal(got.get(index, unchanged), data)
+
+
+def test_a_copy_onto_itself_between_two_ops_goes() -> None:
+    x = torch.randn(4)
+    with Recorder() as recorder:
+        x.add_(1.0)
+        torch.ops.aten.copy_(x, x.detach())
+        x.mul_(2.0)
+        y = x + 1.0
+    check(recorder.finish([x, y]), ["add_", "mul_", "add"])
+
+
+def test_a_partial_copy_onto_itself_goes_and_later_partial_writes_keep_their_bytes() -> None:
+    x = torch.randn(4)
+    with Recorder() as recorder:
+        x.add_(1.0)
+        torch.ops.aten.copy_(x[1:3], x[1:3])
+        x[:1].zero_()
+    check(recorder.finish([x]), ["add_", "zero_"])
+
+
+def test_a_chain_of_copies_of_an_input_leaves_no_output() -> None:
+    x = torch.randn(4)
+    with Recorder() as recorder:
+        torch.ops.aten.copy_(x, x.detach())
+        torch.ops.aten.copy_(x, x.detach())
+    recording = recorder.finish([x])
+    check(recording, [])
+    assert recording.graph.outputs() == []
+
+
+def test_copies_between_different_windows_stay() -> None:
+    x = torch.arange(9.0).reshape(3, 3)
+    with Recorder() as recorder:
+        torch.ops.aten.copy_(x[0], x[1])
+        torch.ops.aten.copy_(x[2], x[:, 2].clone())
+    check(recorder.finish([x]), ["copy_", "clone", "copy_"])
+
+
+def test_a_copy_of_memory_that_nothing_wrote_stays_so_that_the_buffer_is_made() -> None:
+    with Recorder() as recorder:
+        x = torch.empty(4)
+        torch.ops.aten.copy_(x, x.detach())
+    graph = eliminate_noops(recorder.finish([x]).graph)
+    assert len(graph.nodes) == 1
