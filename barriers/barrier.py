@@ -25,6 +25,7 @@ class BarrierKind(enum.Enum):
     GENERATOR_STATE = "the state of a random generator was read or set"
     LIMIT = "the recording reached its limit of instructions or pending bytes"
     STORAGE = "Python took the address or the bytes of a storage"
+    EVENT = "an event was recorded, and may be waited for"
     EAGER = "the settings say that every op runs at once"
     FORK = "the process forks a child"
     EXIT = "the Python process ends"

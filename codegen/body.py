@@ -184,7 +184,7 @@ class BodyBuilder:
         source = self._current.get(self._place(access, access.form))
         if source is None or source.level != FULL:
             step = Step("gather", instr.dtype, KEPT, 0, (index,), access=access, form=self._full(rest, KEPT),
-                        kept_form=rest)
+                        kept_form=rest, payload=instr.payload)
             return self.body.add(step)
         column = self._coordinate(interval, access.level, False)
         text = "tl.where({0} == {1}, {2}, 0.0)"

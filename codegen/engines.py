@@ -1,36 +1,19 @@
-"""The table of engines: each turns a graph into steps of a program. Imports torch, `ir_nodes` and `codegen` only."""
+"""The table of engines by name. Imports `codegen` only."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Callable
+import importlib
 
-from codegen.executable import Emit, emit_call
-from ir_nodes import Graph
+from codegen.engine import Engine, aten
 
-
-class EngineError(RuntimeError):
-    """An engine can't serve a graph. The text names the kernel or folder and the cause."""
+NAMES = ("aten", "triton")
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
-    """What an engine is told: the recording its calls copy constants from, where it runs, where it may keep files."""
-
-    recording: object
-    cuda: bool
-    device: int
-    kernel_dir: Path
-    show_kernels: bool
-
-
-Engine = Callable[[Graph, Context], tuple[list[Emit], list[int]]]
-
-
-def aten(graph: Graph, context: Context) -> tuple[list[Emit], list[int]]:
-    """Each node is one ATen call, in graph order: right on any device, and what others fall back to."""
-    return [emit_call(node, context.recording) for node in graph.nodes], []
-
-
-ENGINES: dict[str, Engine] = {"aten": aten}
+def engine(name: str) -> Engine:
+    """The engine called ``name``. Raises KeyError, or ImportError where Triton is not installed."""
+    if name == "aten":
+        return aten
+    if name == "triton":
+        # Triton takes a second to import, which a program that never compiles a kernel should not wait for.
+        return importlib.import_module("codegen.triton_engine").triton
+    raise KeyError(name)

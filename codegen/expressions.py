@@ -281,6 +281,10 @@ ROWS: dict[str, Row] = {
     "copy": Row("{src}", "cast"),
     "clone": Row("{self}", "cast"),
     "fill": Row("{value}", "result"),
-    "zero": Row("0", "result"),
+    "full": Row("{fill_value}", "result"),
+    "full_like": Row("{fill_value}", "result"),
+    "scalar_tensor": Row("{s}", "result"),
+    **{name: Row("0", "result") for name in ("zero", "zeros", "zeros_like", "new_zeros")},
+    **{name: Row("1", "result") for name in ("ones", "ones_like", "new_ones")},
 }
 """Keyed by `ir_nodes.node.Node.name` without a trailing underscore: all overloads of an op share one row."""

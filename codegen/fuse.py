@@ -10,10 +10,11 @@ from __future__ import annotations
 import heapq
 from typing import Iterable, Sequence
 
+from codegen.body import Scratch
 from codegen.emit import emit_group
 from codegen.expressions import Unsupported
 from codegen.group import Group, Unit, can_fuse, joint_level, merge, new_group
-from codegen.kernel import ExternStep, KernelStep, Plan, Refusal, Temporary
+from codegen.kernel import ExternStep, KernelStep, Plan, Refusal
 from codegen.lower import lower
 from codegen.tuning import HOPPER, Tuning
 from ir_nodes.graph import Graph
@@ -38,21 +39,17 @@ def plan(graph: Graph, order: Iterable[tuple[Node, Node]] = (), tuning: Tuning =
     groups = sort_groups(fuser.groups())
     outputs = dict.fromkeys(graph.outputs())
     home = {unit: group for group in groups for unit in group.units}
-    made: dict[Value, Unit] = {}
-    for unit in units:
-        for value in written_values(unit):
-            made[value] = unit
     users = users_of(units)
     steps: list[KernelStep | ExternStep] = []
-    temporaries: list[Temporary] = []
+    scratch = Scratch()
     for group in groups:
         if group.fusible:
             outside = {value for value in values_written_by(group) if value in outputs or any(
                 home[user] is not group for user in users.get(value, ()))}
-            steps += emit_group(group, outside, temporaries, tuning)
+            steps += emit_group(group, outside, scratch, tuning)
         else:
             steps.append(ExternStep(group.units[0].node, group.units[0].reason))
-    return Plan(tuple(steps), tuple(temporaries), tuple(fuser.refusals))
+    return Plan(tuple(steps), scratch.all(), tuple(fuser.refusals))
 
 
 def lower_all(graph: Graph) -> list[Unit]:

@@ -20,7 +20,8 @@ def exp(lowering: Lowering, value: Instr) -> Instr:
 
 def lower_softmax(node: Node, scratch: int) -> list[Part]:
     """_softmax and _log_softmax."""
-    args, source = _single(node)
+    args = arguments(node)
+    source = operand_of(args["self"])
     lowering, _ = reduction(node, source, args["dim"])
     value = lowering.load(source)
     highest = lowering.reduce("max", value)

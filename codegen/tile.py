@@ -32,7 +32,8 @@ class Axis:
 class Tile:
     """``axes`` are (axis 0, axis 1); axis 0 is None for a flat pointwise body. ``reduced_axis``: 0, 1 or None.
 
-    ``looped``: the reduced axis is walked block by block. ``shares``: programs that share one result.
+    ``looped``: the reduced axis is walked block by block. ``share``: how many summands each program of a split reduction
+    takes; 0 where a program sees all of them.
     """
 
     dims: tuple[int, ...]
@@ -40,7 +41,7 @@ class Tile:
     axes: tuple[Axis | None, Axis]
     reduced_axis: int | None
     looped: bool
-    shares: int
+    share: int
     num_warps: int
 
     def axis_of(self, dim: int) -> int:
@@ -52,8 +53,8 @@ def addressed(body: Body) -> list[Step]:
     return [step for step in body.steps if step.stage in ("load", "store", "gather", "coord")]
 
 
-def lay_out(body: Body, tuning: Tuning, shares: int = 1) -> Tile:
-    """The tile of ``body``; ``shares`` above 1 makes the first kernel of a split reduction."""
+def lay_out(body: Body, tuning: Tuning, share: int = 0) -> Tile:
+    """The tile of ``body``; ``share`` above 0 makes the first kernel of a split reduction."""
     steps = addressed(body)
     cuts: tuple[int, ...] | None = forms.reduced_cuts(body.reduced or (), body.numel)
     for step in steps:
@@ -68,7 +69,7 @@ def lay_out(body: Body, tuning: Tuning, shares: int = 1) -> Tile:
     dims, strides, flags = _merge(dims, strides, flags, order)
     if body.reduced is None:
         return _pointwise(body, dims, strides, tuning)
-    return _reduction(body, dims, strides, flags, tuning, shares)
+    return _reduction(body, dims, strides, flags, tuning, share)
 
 
 def _main(body: Body) -> Step | None:
@@ -105,20 +106,20 @@ def _pointwise(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuni
         if tuning.pointwise_block > 4096:
             block = min(tuning.pointwise_block, power_of_two(body.numel))
         axis = Axis(tuple(range(len(dims))), body.numel, block)
-        return Tile(dims, strides, (None, axis), None, False, 1, _warps(block))
+        return Tile(dims, strides, (None, axis), None, False, 0, _warps(block))
     inner = snug_block(dims[last], tuning.pointwise_block, 64)
     outer_extent = body.numel // dims[last]
     outer = min(max(tuning.pointwise_block // inner, 1), power_of_two(outer_extent))
     axes = (Axis(tuple(range(last)), outer_extent, outer), Axis((last,), dims[last], inner))
-    return Tile(dims, strides, axes, None, False, 1, _warps(inner * outer))
+    return Tile(dims, strides, axes, None, False, 0, _warps(inner * outer))
 
 
 def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple[bool, ...], tuning: Tuning,
-               shares: int) -> Tile:
+               share: int) -> Tile:
     kept = tuple(dim for dim, flag in enumerate(flags) if not flag)
     gone = tuple(dim for dim, flag in enumerate(flags) if flag)
     column = _along_kept(body, dims, strides, flags)
-    extent, block_r, block_x, looped = body.extent, 1, 1, shares > 1
+    extent, block_r, block_x, looped = body.extent, 1, 1, share > 0
     if not any(step.level == FULL for step in body.steps):
         block_x = min(128, power_of_two(body.kept))
     elif column:
@@ -132,7 +133,7 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
         block_x = min(max(tuning.tile // block_r, 1), power_of_two(body.kept))
     axis_x, axis_r = Axis(kept, body.kept, block_x), Axis(gone, extent, block_r)
     axes = (axis_r, axis_x) if column else (axis_x, axis_r)
-    return Tile(dims, strides, axes, 0 if column else 1, looped, shares, _warps(block_x * block_r, 8 if looped else 16))
+    return Tile(dims, strides, axes, 0 if column else 1, looped, share, _warps(block_x * block_r, 8 if looped else 16))
 
 
 def _along_kept(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple[bool, ...]) -> bool:

@@ -29,6 +29,8 @@ class Tuning:
     """Choices that depend on the machine. Block sizes are elements a program handles at a time.
 
     ``programs``: how many programs keep the machine busy. ``persistent``: the longest reduction held in registers.
+    ``split_column`` and ``split_row``: the longest reduction that is left to one program where there are few results;
+    ``split_numel``: below so many elements none is split.
     """
 
     pointwise_block: int = 1024
@@ -37,13 +39,18 @@ class Tuning:
     looped: int = 4096
     programs: int = 528
     split_rows: int = 32
+    split_column: int = 128
+    split_row: int = 8192
+    split_numel: int = 1 << 15
 
     def splits(self, part: Part) -> bool:
         """True where the reduction leaves too few programs unless each result is computed by several."""
         extent = part.numel // part.kept
+        if part.numel <= self.split_numel:
+            return False
         if part.column:
-            return extent > 128 and -(-part.kept // 64) * 2 < self.programs and part.numel > 1 << 15
-        return extent > 8192 and part.kept * 4 < self.programs
+            return extent > self.split_column and -(-part.kept // self.lanes(True)) * 2 < self.programs
+        return extent > self.split_row and part.kept * 4 < self.programs
 
     def lanes(self, column: bool) -> int:
         """Results that one program of a split reduction works on."""

@@ -21,7 +21,8 @@ TRAINER = Path(__file__).with_name("train_gpt.py")
 def run(device: str, arguments: list[str], folder: Path) -> dict[str, Any]:
     """The curve of one training, as `train_gpt.save_curve` writes it. Raises CalledProcessError."""
     curve = folder / f"{device.replace(':', '_')}.json"
-    subprocess.run([sys.executable, str(TRAINER), "--device", device, "--sample", "0", "--curve", str(curve), *arguments], check=True)
+    command = [sys.executable, str(TRAINER), "--device", device, "--sample", "0", "--curve", str(curve), *arguments]
+    subprocess.run(command, check=True)
     return json.loads(curve.read_text())
 
 

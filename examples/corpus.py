@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 TRAIN = """
-    argparse ast asyncio/base_events bdb calendar cmd codecs collections/__init__ concurrent/futures/_base configparser contextlib
-    dataclasses datetime difflib dis doctest email/message enum filecmp fractions ftplib functools gettext gzip heapq html/parser
-    http/client http/cookiejar imaplib inspect ipaddress json/decoder json/encoder locale logging/__init__ mailbox mimetypes
-    multiprocessing/pool optparse os pdb pickle platform plistlib posixpath pprint random sched selectors shelve smtplib socket ssl
-    statistics string subprocess tarfile tempfile threading tokenize trace traceback types typing unittest/case unittest/mock
-    urllib/parse urllib/request uuid warnings weakref xml/dom/minidom xml/etree/ElementTree zipfile""".split()
+    argparse ast asyncio/base_events bdb calendar cmd codecs collections/__init__ concurrent/futures/_base configparser
+    contextlib dataclasses datetime difflib dis doctest email/message enum filecmp fractions ftplib functools gettext gzip
+    heapq html/parser http/client http/cookiejar imaplib inspect ipaddress json/decoder json/encoder locale logging/__init__
+    mailbox mimetypes multiprocessing/pool optparse os pdb pickle platform plistlib posixpath pprint random sched selectors
+    shelve smtplib socket ssl statistics string subprocess tarfile tempfile threading tokenize trace traceback types typing
+    unittest/case unittest/mock urllib/parse urllib/request uuid warnings weakref xml/dom/minidom xml/etree/ElementTree
+    zipfile
+""".split()
 HELD_OUT = ["csv", "shutil", "textwrap", "queue", "bisect", "http/__init__", "unittest/suite", "copyreg"]
 ENOUGH = 200_000  # bytes
 
@@ -36,7 +38,7 @@ def load() -> Corpus:
     """About 2 MB to train on and 0.1 MB of other modules to test on. Raises RuntimeError where Python came without sources."""
     train, held_out = _read(TRAIN), _read(HELD_OUT)
     if len(train) < ENOUGH or len(held_out) < ENOUGH // 10:
-        raise RuntimeError(f"too few library sources in {_library()} to train on: install Python with its standard library as .py files")
+        raise RuntimeError(f"too few sources in {_library()} to train on: install Python with its standard library as .py files")
     return Corpus(_tensor(train), _tensor(held_out))
 
 

@@ -154,7 +154,8 @@ def report(result: Result) -> str:
 
 
 def parse(arguments: list[str] | None = None) -> Options:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    defaults = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=defaults)
     plain = Options()
     parser.add_argument("--device", default=plain.device, help="lazysched, cpu or cuda")
     parser.add_argument("--size", default=plain.size, choices=list(SIZES), help="of the model")

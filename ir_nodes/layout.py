@@ -12,13 +12,15 @@ class Layout:
     """A strided window on a buffer.
 
     ``size`` and ``stride`` are per dimension, ``offset`` counts from the buffer's first byte; strides and offset are in
-    elements of ``dtype``, as in `torch.as_strided`.
+    elements of ``dtype``, as in `torch.as_strided`. ``flipped``: the view has PyTorch's conjugate or negative bit, so its
+    elements mean the conjugate or negative of what memory holds; only ATen resolves that.
     """
 
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int = 0
+    flipped: bool = False
 
     @staticmethod
     def contiguous(dtype: torch.dtype, size: tuple[int, ...]) -> "Layout":
@@ -75,4 +77,5 @@ class Layout:
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
         shape = f"{name}[{','.join(map(str, self.size))}]"
+        shape += "~" if self.flipped else ""
         return shape if self.is_contiguous and self.offset == 0 else f"{shape}:{list(self.stride)}+{self.offset}"

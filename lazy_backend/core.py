@@ -54,28 +54,29 @@ def get() -> ModuleType:
 
     Raises NativeBuildError, SettingsError, or RuntimeError in a forked child that cannot use the device.
     """
-    global _core
     if _forked:
         raise RuntimeError("lazysched can't be used in a forked child after its GPU was used; start processes with 'spawn'")
     if _core is None:
         with _lock:
             if _core is None:
-                _core = start()
+                start()
+    assert _core is not None
     return _core
 
 
-def start() -> ModuleType:
+def start() -> None:
+    global _core
     core = native.load()
     cuda = physical_is_cuda()
     if cuda:
         torch.cuda.init()
     core.init(cuda, device_count())
     configure(core)
+    _core = core
     for action in _at_start:
         action(core)
     if cuda:
         os.register_at_fork(after_in_child=_mark_forked)
-    return core
 
 
 def configure(core: ModuleType) -> None:

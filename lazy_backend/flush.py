@@ -8,7 +8,8 @@ from types import ModuleType
 
 from barriers.pipeline import run_passes
 from codegen import engines
-from codegen.executable import Program, assemble
+from codegen.engine import Context, EngineError
+from codegen.executable import Emit, Program, assemble
 from ir_nodes import Graph, printer, settings
 from lazy_backend import core
 from lazy_backend.trace import Recording, to_graph
@@ -35,16 +36,21 @@ def engine_name() -> str:
     return chosen
 
 
-def plan_steps(graph: Graph, recording: Recording, engine: str, device: int) -> tuple[list[engines.Emit], list[int]]:
+def plan_steps(graph: Graph, recording: Recording, engine: str, device: int) -> tuple[list[Emit], list[int]]:
     """The engine's steps; where it fails, a warning that names the cause, and the aten engine's."""
     now = settings.current()
-    context = engines.Context(recording, core.physical_is_cuda(), device, now.cache_dir / "kernels", "kernels" in now.debug)
+    show = show_source if "kernels" in now.debug else None
+    context = Context(recording, core.physical_is_cuda(), device, now.cache_dir / "kernels", show)
     try:
-        return engines.ENGINES[engine](graph, context)
-    except engines.EngineError as error:
+        return engines.engine(engine)(graph, context)
+    except (EngineError, ImportError) as error:
         warnings.warn(f"lazysched: the {engine} engine gives up on a graph of {len(graph.nodes)} nodes, which the aten engine runs instead: {error}",
                       RuntimeWarning, stacklevel=2)
-        return engines.ENGINES["aten"](graph, context)
+        return engines.engine("aten")(graph, context)
+
+
+def show_source(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def install(native: ModuleType) -> None:

@@ -70,8 +70,8 @@ def read_arg(graph: Graph, target: str, position: int, arg: tuple[Any, ...] | No
 
 
 def access(graph: Graph, operand: tuple[Any, ...], mode: str) -> Access:
-    _, buffer, dtype, size, stride, offset, _, _ = operand
-    return Access(graph.buffers[buffer], Layout(dtype, size, stride, offset), mode)
+    _, buffer, dtype, size, stride, offset, _, flipped = operand
+    return Access(graph.buffers[buffer], Layout(dtype, size, stride, offset, flipped), mode)
 
 
 def state_access(buffer: Buffer) -> Access:

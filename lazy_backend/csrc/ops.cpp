@@ -48,6 +48,12 @@ Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, optional<at
   return make_lazy(size, stride, c10::dtype_or_default(dtype), index_of(device));
 }
 
+// A ZeroTensor has no storage; the device gives it one that holds zeros.
+Tensor efficient_zeros(c10::IntArrayRef size, optional<at::ScalarType> dtype, optional<at::Layout> layout, optional<at::Device> device,
+                       optional<bool> pin) {
+  return empty_memory_format(size, dtype, layout, device, pin, std::nullopt).zero_();
+}
+
 Tensor as_strided(const Tensor& self, c10::IntArrayRef size, c10::IntArrayRef stride, optional<int64_t> offset) {
   return at::native::as_strided_tensorimpl(self, size, stride, offset);
 }
@@ -74,12 +80,11 @@ void copy_in(const Tensor& dst, const Tensor& src, bool non_blocking) {
   const bool dense = dst.is_non_overlapping_and_dense();
   auto staged = dense ? at::empty_strided(dst.sizes(), dst.strides(), options) : at::empty(dst.sizes(), options);
   staged.copy_(src, non_blocking);
-  if (dst.is_neg()) staged.neg_();
   auto* b = buffer_of(dst);
   auto& r = recorder(dst.device().index());
   {
     std::lock_guard<std::mutex> lock(r.mutex);
-    if (!b->touched && dense && dst.storage_offset() == 0 && staged.storage().nbytes() == b->nbytes) {
+    if (!b->touched && dense && !dst.is_neg() && !dst.is_conj() && dst.storage_offset() == 0 && staged.storage().nbytes() == b->nbytes) {
       b->physical = staged.storage();
       b->touched = true;
       return;
@@ -209,7 +214,7 @@ Tensor dropout(const Tensor& input, double p, bool train) {
 // Ops with a composite kernel that would fall apart before it reaches us.
 void keep_whole(torch::Library& m) {
   auto boxed = [&](const std::string& name) { m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&record_boxed>()); };
-  for (const char* name : {"native_layer_norm", "native_group_norm", "convolution", "convolution_backward", "_embedding_bag", "binary_cross_entropy_with_logits"})
+  for (const char* name : {"native_layer_norm", "native_group_norm", "convolution", "convolution_backward", "binary_cross_entropy_with_logits"})
     boxed(name);
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
     if (name.name.rfind("aten::_foreach_", 0) != 0) continue;
@@ -222,6 +227,7 @@ void keep_whole(torch::Library& m) {
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty_memory_format);
   m.impl("empty_strided", empty_strided);
+  m.impl("_efficientzerotensor", efficient_zeros);
   m.impl("as_strided", as_strided);
   m.impl("view", view);
   m.impl("_reshape_alias", reshape_alias);
@@ -241,6 +247,9 @@ TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
   m.impl("scaled_dot_product_attention", sdpa);
   m.impl("dropout", dropout);
 }
+// copy_ resolves conjugate and negative bits itself; their fallbacks would clone, which copies again.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&record_boxed>()); }
 
 }  // namespace lazysched

@@ -1,0 +1,83 @@
+"""Makes the launches of a fused group. Imports codegen's planning modules and `ir_nodes`."""
+
+from __future__ import annotations
+
+import re
+
+from codegen.body import Body, BodyBuilder, Scratch, split_body
+from codegen.group import Group
+from codegen.kernel import Kernel, KernelStep, Temporary
+from codegen.source_args import ArgumentList
+from codegen.tile import Tile, lay_out
+from codegen.triton_source import SourceWriter
+from codegen.tuning import Tuning
+from ir_nodes.node import Node, Value
+
+INT32_LIMIT = (1 << 31) - (1 << 24)
+
+
+def emit_group(group: Group, outside: set[Value], scratch: Scratch, tuning: Tuning) -> list[KernelStep]:
+    """One launch, or two where a reduction is split over programs; none where nobody needs the results.
+
+    ``outside``: the group's values that other steps or the graph's outputs need.
+    """
+    body = BodyBuilder(group).build(outside)
+    nodes = tuple(dict.fromkeys(unit.node for unit in group.units))
+    if not body.stored:
+        return []
+    if not group.split:
+        return [_launch(body, lay_out(body, tuning), nodes, scratch)]
+    share = _share(body, tuning)
+    first, second = split_body(body, -(-body.extent // share), nodes[0])
+    return [_launch(first, lay_out(first, tuning, share), nodes, scratch),
+            _launch(second, lay_out(second, tuning), nodes, scratch)]
+
+
+def _share(body: Body, tuning: Tuning) -> int:
+    """Summands per program of a split reduction: enough programs to fill the machine, none with next to nothing to do."""
+    lanes = tuning.lanes(body.column)
+    programs = -(-body.kept // lanes)
+    least = tuning.split_rows if body.column else tuning.looped
+    shares = max(2, min(-(-tuning.programs // programs), body.extent // least))
+    return -(-body.extent // (shares * 16)) * 16
+
+
+def _launch(body: Body, tile: Tile, nodes: tuple[Node, ...], scratch: Scratch) -> KernelStep:
+    arguments = ArgumentList(scratch, _is_wide(body))
+    name = _name(body, nodes)
+    source = SourceWriter(body, tile, arguments).source(name, "; ".join(node.target for node in nodes))
+    signature = tuple((argument, kind) for argument, kind, _ in arguments.entries)
+    blocks = tuple((f"B{i}", axis.block if axis else 1) for i, axis in enumerate(tile.axes))
+    kernel = Kernel(name, source, signature, blocks, arguments.divisible(), tile.num_warps)
+    loads = [step.access.value for step in body.steps if step.stage in ("load", "gather") and step.access]
+    stores = [step.access.value for step in body.steps if step.stage == "store" and step.access]
+    return KernelStep(kernel, (_programs(tile), 1, 1), tuple(entry[2] for entry in arguments.entries), nodes,
+                      tuple(body.elided), _sources(arguments, loads), _sources(arguments, stores))
+
+
+def _sources(arguments: ArgumentList, values: list[Value]) -> tuple[Value | Temporary, ...]:
+    return tuple(dict.fromkeys(arguments.source_of(value) for value in values))
+
+
+def _is_wide(body: Body) -> bool:
+    if body.numel >= INT32_LIMIT:
+        return True
+    accesses = [step.access for step in body.steps if step.access is not None]
+    return any((access.high - access.byte_offset) // access.dtype.itemsize >= INT32_LIMIT for access in accesses)
+
+
+def _name(body: Body, nodes: tuple[Node, ...]) -> str:
+    kind = "pointwise" if body.reduced is None else "reduce"
+    ops = "_".join(dict.fromkeys(re.sub(r"\W", "_", node.name).strip("_") for node in nodes))
+    return f"{kind}_{ops}"[:80]
+
+
+def _programs(tile: Tile) -> int:
+    axis0, axis1 = tile.axes
+    counts = [1 if axis is None else -(-axis.extent // axis.block) for axis in (axis0, axis1)]
+    if tile.reduced_axis is None:
+        return counts[0] * counts[1]
+    kept = counts[1 - tile.reduced_axis]
+    axis = tile.axes[tile.reduced_axis]
+    assert axis is not None
+    return kept * (-(-axis.extent // tile.share) if tile.share else 1)

@@ -1,0 +1,79 @@
+"""The run-time arguments of one kernel, numbered in the order of their first use. Imports codegen's leaf modules and
+`ir_nodes`."""
+
+from __future__ import annotations
+
+import torch
+
+from codegen.body import Scratch
+from codegen.instructions import MemAccess
+from codegen.kernel import HostScalar, KernelArg, Pointer, Scalar, Size, Temporary
+from ir_nodes.node import Value
+
+POINTER_TYPES = {
+    torch.bool: "i1", torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
+    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",
+}
+
+
+class ArgumentList:
+    """``entries`` are (name, Triton type, argument). ``wide``: indices need 64 bits."""
+
+    def __init__(self, scratch: Scratch, wide: bool) -> None:
+        self.entries: list[tuple[str, str, KernelArg]] = []
+        self.wide = wide
+        self._scratch = scratch
+        self._known: dict[tuple[object, ...], str] = {}
+
+    def names(self) -> list[str]:
+        return [name for name, _, _ in self.entries]
+
+    def _add(self, key: tuple[object, ...], name: str, kind: str, argument: KernelArg) -> str:
+        if key not in self._known:
+            self._known[key] = name
+            self.entries.append((name, kind, argument))
+        return self._known[key]
+
+    def source_of(self, value: Value) -> Value | Temporary:
+        """The value itself, or the scratch memory behind a value that only the plan knows."""
+        return self._scratch.of(value) if value.buffer.index < 0 else value
+
+    def pointer(self, access: MemAccess) -> str:
+        source = self.source_of(access.value)
+        count = sum(1 for _, kind, _ in self.entries if kind[0] == "*")
+        argument = Pointer(source, access.byte_offset, access.dtype)
+        return self._add(("p", id(source), access.byte_offset, access.dtype), f"p{count}",
+                         f"*{POINTER_TYPES[access.dtype]}", argument)
+
+    def size(self, name: str, value: int) -> str:
+        """A named extent; one name always holds one value."""
+        return self._add(("n", name), name, "i64" if self.wide else "i32", Size(value))
+
+    def stride(self, value: int) -> str:
+        """A stride or count; equal ones share an argument."""
+        count = sum(1 for key in self._known if key[0] == "s")
+        return self._add(("s", value), f"s{count}", "i64" if self.wide else "i32", Size(value))
+
+    def number(self, stage: str, payload: object, dtype: torch.dtype) -> str:
+        """A number input, host tensor or count."""
+        count = sum(1 for key in self._known if key[0] == "a")
+        kind = POINTER_TYPES[dtype]
+        argument: KernelArg
+        if stage == "scalar":
+            argument = Scalar(int(payload), dtype)  # type: ignore[call-overload]
+        elif stage == "host":
+            value, offset, source_dtype = payload  # type: ignore[misc]
+            argument = HostScalar(value, offset, source_dtype, dtype)
+        else:
+            argument = Size(int(payload))  # type: ignore[call-overload]
+        return self._add(("a", stage, payload, dtype), f"a{count}", kind, argument)
+
+    def divisible(self) -> tuple[str, ...]:
+        """Names of pointers and integers that are multiples of 16."""
+        out = []
+        for name, kind, argument in self.entries:
+            if isinstance(argument, Pointer) and argument.byte_offset % 16 == 0:
+                out.append(name)
+            elif isinstance(argument, Size) and argument.value % 16 == 0:
+                out.append(name)
+        return tuple(out)

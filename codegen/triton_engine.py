@@ -1,0 +1,117 @@
+"""The triton engine: fused kernels, with ATen calls between them. Imports torch, triton, `ir_nodes` and `codegen` only."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import threading
+from pathlib import Path
+from typing import Any, Sequence
+
+import torch
+
+from codegen.engine import Context, EngineError
+from codegen.executable import Emit, Program, emit_call
+from codegen.fuse import plan
+from codegen.interpreted import run_kernel
+from codegen.kernel import Kernel, KernelArg, KernelStep, Pointer, Scalar, Size, Temporary
+from codegen.memory_plan import StepUse
+from codegen.triton_compile import Compiled, KernelCompileError, compile_kernel, source_path, write_source
+from codegen.tuning import HOPPER, INTERPRETER
+from ir_nodes import Graph
+
+_compiled: dict[tuple[Kernel, int], Compiled] = {}
+_lock = threading.Lock()
+_SCALAR_KINDS = {torch.float32: "fp32", torch.float64: "fp64", torch.int64: "i64"}
+
+
+def triton(graph: Graph, context: Context) -> tuple[list[Emit], list[int]]:
+    """Fuse what can be fused and compile it; ATen runs the rest.
+
+    On CUDA kernels are launched by the native core; elsewhere Triton's interpreter runs them, which is slow and meant for
+    tests. Raises EngineError.
+    """
+    planned = plan(graph, tuning=HOPPER if context.cuda else INTERPRETER)
+    kernels = list(dict.fromkeys(step.kernel for step in planned.steps if isinstance(step, KernelStep)))
+    try:
+        compiled = compile_all(kernels, context) if context.cuda else {kernel: None for kernel in kernels if show(kernel, context)}
+    except (KernelCompileError, OSError) as error:
+        raise EngineError(str(error)) from error
+    base = len(graph.buffers)
+    scratch = {temporary.id: base + index for index, temporary in enumerate(planned.temporaries)}
+    emits = []
+    for step in planned.steps:
+        if not isinstance(step, KernelStep):
+            emits.append(emit_call(step.node, context.recording))
+        elif context.cuda:
+            emits.append(emit_launch(step, compiled[step.kernel], scratch))
+        else:
+            emits.append(emit_interpreted(step, base, context.kernel_dir))
+    return emits, [temporary.nbytes for temporary in planned.temporaries]
+
+
+def compile_all(kernels: Sequence[Kernel], context: Context) -> dict[Kernel, Compiled]:
+    """Compile what is not compiled yet, in parallel. Raises KernelCompileError."""
+    missing = [kernel for kernel in kernels if (kernel, context.device) not in _compiled]
+
+    def build(kernel: Kernel) -> None:
+        with torch.cuda.device(context.device):
+            result = compile_kernel(kernel, context.kernel_dir)
+        with _lock:
+            _compiled[kernel, context.device] = result
+
+    with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1, len(missing)))) as pool:
+        list(pool.map(build, missing))
+    for kernel in missing:
+        show(kernel, context)
+    return {kernel: _compiled[kernel, context.device] for kernel in kernels}
+
+
+def show(kernel: Kernel, context: Context) -> bool:
+    if context.show is not None:
+        path = write_source(kernel, context.kernel_dir)
+        context.show(f"# {path}\n{kernel.source}")
+    return True
+
+
+def use_of(step: KernelStep) -> StepUse:
+    touched = dict.fromkeys((*step.reads, *step.writes))
+    buffers = dict.fromkeys(item.buffer.index for item in touched if not isinstance(item, Temporary))
+    return StepUse(tuple(buffers), (), tuple(item.id for item in touched if isinstance(item, Temporary)))
+
+
+def written(step: KernelStep) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(item.buffer.index for item in step.writes if not isinstance(item, Temporary)))
+
+
+def emit_launch(step: KernelStep, compiled: Compiled, scratch: dict[int, int]) -> Emit:
+    args = [launch_arg(arg, scratch) for arg in step.args]
+    instr = step.nodes[0].instr
+
+    def add(program: Program) -> None:
+        program.launch(compiled.function, step.grid, 32 * compiled.num_warps, compiled.shared, args, instr)
+
+    return Emit(use_of(step), written(step), add)
+
+
+def launch_arg(arg: KernelArg, scratch: dict[int, int]) -> tuple[str, int, int]:
+    """An argument as the native core takes it; see `add_launch` in csrc/bind.cpp."""
+    match arg:
+        case Pointer(source=Temporary() as source):
+            return ("ptr", scratch[source.id], arg.byte_offset)
+        case Pointer(source=source):
+            return ("ptr", source.buffer.index, arg.byte_offset)
+        case Scalar(index=index, dtype=dtype):
+            return (_SCALAR_KINDS[dtype], index, 0)
+        case Size(value=value):
+            return ("i64", -1, value)
+    raise AssertionError(f"unknown kernel argument {arg}")
+
+
+def emit_interpreted(step: KernelStep, base: int, folder: Path) -> Emit:
+    def run(slots: list[Any], scalars: list[Any]) -> None:
+        memory = {index: slot for index, slot in enumerate(slots[:base]) if slot is not None}
+        scratch = {index: slot for index, slot in enumerate(slots[base:]) if slot is not None}
+        run_kernel(step, memory, scratch, scalars, folder)
+
+    return Emit(use_of(step), written(step), lambda program: program.python(run, step.nodes[0].instr))

@@ -1,0 +1,117 @@
+"""Runs a kernel on the CPU through Triton's interpreter, in a process that also compiles. Imports torch, numpy, triton and
+`codegen.kernel`.
+
+Triton's own `InterpretedFunction` needs TRITON_INTERPRET before the import of triton, truncates float32 to bfloat16 where
+hardware rounds to nearest even, and knows no libdevice. Here the kernel's plain Python function runs under the interpreter's
+language patches, over a builder that rounds as hardware does and takes libdevice functions from torch. Not thread-safe:
+`triton.language` is patched while a kernel runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Sequence
+
+import numpy
+import torch
+import triton.language as tl
+from triton.language.extra.cuda import libdevice
+from triton.runtime import interpreter
+
+from codegen.kernel import Kernel
+
+_FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "pow": torch.pow, "fmod": torch.fmod, "atan2": torch.atan2, "rint": torch.round, "trunc": torch.trunc,
+    **{name: getattr(torch, name) for name in "exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh "
+       "asinh acosh atanh erf erfc floor ceil".split()},
+}
+_REDUCTIONS: dict[str, Callable[..., Any]] = {"_add": numpy.sum, "_max": numpy.max, "_min": numpy.min}
+
+
+def narrow_to_bfloat16(data: numpy.ndarray[Any, Any]) -> numpy.ndarray[Any, Any]:
+    """The bits (uint16) of float32 values rounded to the nearest bfloat16, ties to even."""
+    return torch.from_numpy(numpy.ascontiguousarray(data)).to(torch.bfloat16).view(torch.int16).numpy().view(numpy.uint16)
+
+
+def widen_bfloat16(data: numpy.ndarray[Any, Any]) -> numpy.ndarray[Any, Any]:
+    """The float32 values of bfloat16 bits (uint16)."""
+    return (data.astype(numpy.uint32) << numpy.uint32(16)).view(numpy.float32)
+
+
+class ExactBuilder(interpreter.InterpreterBuilder):
+    """The interpreter's instruction set with hardware's rounding and libdevice's functions."""
+
+    def cast_impl(self, src: Any, dst_type: Any) -> Any:
+        source, target = src.dtype.scalar, dst_type.scalar
+        if source == tl.bfloat16 or target == tl.bfloat16:
+            data = widen_bfloat16(src.data) if source == tl.bfloat16 else src.data
+            if target == tl.bfloat16:
+                return interpreter.TensorHandle(narrow_to_bfloat16(data.astype(numpy.float32)), target)
+            return interpreter.TensorHandle(data.astype(interpreter._get_np_dtype(target)), target)
+        return super().cast_impl(src, dst_type)
+
+    def create_splat(self, ret_ty: Any, arg: Any) -> Any:
+        # The base class trusts a handle's dtype, which for comparisons names what was compared.
+        return interpreter.TensorHandle(numpy.full(ret_ty.shape, arg.data, dtype=arg.data.dtype), arg.dtype.scalar)
+
+    def create_extern_elementwise(self, library: str, path: str, symbol: str, args: Any, result: Any, pure: bool) -> Any:
+        name = symbol.removeprefix("__nv_")
+        how = _FUNCTIONS.get(name) or _FUNCTIONS[name.removesuffix("f")]
+        arrays = numpy.broadcast_arrays(*(arg.data for arg in args))
+        out = how(*(torch.from_numpy(numpy.ascontiguousarray(array)) for array in arrays)).numpy()
+        return interpreter.TensorHandle(out, args[0].dtype.scalar)
+
+
+_builder = ExactBuilder()
+
+
+def _reduce(input: Any, axis: int, combine: Any, keep_dims: bool = False, **_: Any) -> Any:
+    how = _REDUCTIONS[combine.fn.__name__]
+    data = how(input.handle.data, axis=axis, keepdims=keep_dims).astype(input.handle.data.dtype)
+    return tl.core.tensor(interpreter.TensorHandle(data, input.dtype), tl.block_type(input.dtype, list(data.shape)))
+
+
+def _argument(value: Any, kind: str) -> Any:
+    """A kernel argument of Triton type ``kind``: the address of a tensor's first element, or a number."""
+    if kind.startswith("*"):
+        dtype = tl.pointer_type(_type_of(kind[1:]))
+        return tl.tensor(interpreter.TensorHandle(numpy.array([value.data_ptr()], dtype=numpy.uint64), dtype), dtype)
+    dtype = _type_of(kind)
+    data = numpy.array([value], dtype=interpreter._get_np_dtype(dtype))
+    return tl.tensor(interpreter.TensorHandle(data, dtype), dtype)
+
+
+def _type_of(name: str) -> Any:
+    names = {"i": "int", "u": "uint", "fp": "fp", "bf": "bf"}
+    prefix = name.rstrip("0123456789")
+    return tl.dtype(names[prefix] + name[len(prefix) :])
+
+
+def interpret(kernel: Kernel, function: Callable[..., None]) -> Callable[[tuple[int, int, int], Sequence[Any]], None]:
+    """A launcher ``run(grid, args)``; ``function`` is the plain Python function that ``kernel.source`` defines.
+
+    Pointer arguments are CPU tensors whose first element is the one addressed; the others are Python numbers.
+    """
+    kinds = [kind for _, kind in kernel.signature]
+    blocks = {name: tl.constexpr(value) for name, value in kernel.constexprs}
+
+    def run(grid: tuple[int, int, int], args: Sequence[Any]) -> None:
+        if len(args) != len(kinds):
+            raise ValueError(f"{kernel.name} takes {len(kinds)} arguments, got {len(args)}")
+        semantic = interpreter.interpreter_semantic
+        original = semantic.builder
+        scope = interpreter._patch_lang(function)
+        interpreter._patch_builtin(libdevice, _builder, scope)
+        scope.set_attr(tl, "reduce", _reduce)
+        semantic.builder = _builder
+        try:
+            values = [_argument(arg, kind) for arg, kind in zip(args, kinds)]
+            _builder.set_grid_dim(*grid)
+            with numpy.errstate(all="ignore"):
+                for x in range(grid[0]):
+                    _builder.set_grid_idx(x, 0, 0)
+                    function(*values, **blocks)
+        finally:
+            semantic.builder = original
+            scope.restore()
+
+    return run

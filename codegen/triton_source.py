@@ -1,0 +1,314 @@
+"""Writes a body laid out on a tile as the source of one Triton kernel. Imports codegen's leaf modules.
+
+Sizes and strides become arguments; the text depends on structure only: which dimensions an operand moves along, which
+strides are 1, in which order things happen.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from codegen.body import Body, Step
+from codegen.instructions import FULL, KEPT
+from codegen.promotion import HALF, TRITON_TYPES
+from codegen.source_args import ArgumentList
+from codegen.tile import Axis, Tile
+
+_HEADER = '''"""{title}"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import libdevice
+
+
+@triton.jit
+def _add(a, b):
+    return a + b
+
+
+@triton.jit
+def _max(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _min(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+'''
+_COMBINE = {
+    "add": "{0} + {1}",
+    "max": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+    "min": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+}
+
+
+def identity(how: str, dtype: torch.dtype) -> str:
+    """What combining with changes nothing."""
+    if how == "add":
+        return "0.0" if dtype.is_floating_point else "0"
+    if dtype.is_floating_point:
+        return 'float("-inf")' if how == "max" else 'float("inf")'
+    info = torch.iinfo(dtype)
+    return str(info.min if how == "max" else info.max)
+
+
+class SourceWriter:
+    """Collects lines and arguments of one kernel."""
+
+    def __init__(self, body: Body, tile: Tile, arguments: ArgumentList) -> None:
+        self.body, self.tile, self.arguments = body, tile, arguments
+        self._lines: list[str] = []
+        self._indent = 1
+        self._names: dict[int, str] = {}
+        self._emitted: set[int] = set()
+
+    def source(self, name: str, title: str) -> str:
+        """The whole file."""
+        self._prologue()
+        self._passes()
+        parameters = ", ".join([*self.arguments.names(), "B0: tl.constexpr", "B1: tl.constexpr"])
+        return _HEADER.format(title=title) + f"@triton.jit\ndef {name}({parameters}):\n" + "\n".join(self._lines) + "\n"
+
+    def _line(self, text: str) -> None:
+        self._lines.append("    " * self._indent + text)
+
+    # Indices
+
+    def _axis(self, number: int) -> Axis:
+        axis = self.tile.axes[number]
+        assert axis is not None
+        return axis
+
+    def _extent(self, number: int) -> str:
+        return self.arguments.size(f"n{number}", self._axis(number).extent)
+
+    def _arange(self, number: int) -> str:
+        if self.tile.axes[0] is None:
+            return f"tl.arange(0, B{number})"
+        return f"tl.arange(0, B{number})[:, None]" if number == 0 else f"tl.arange(0, B{number})[None, :]"
+
+    def _prologue(self) -> None:
+        self._line("pid = tl.program_id(0)" + (".to(tl.int64)" if self.arguments.wide else ""))
+        reduced = self.tile.reduced_axis
+        if reduced is None and self.tile.axes[0] is not None:
+            self._line(f"across = ({self._extent(1)} + B1 - 1) // B1")
+            self._index(0, "(pid // across) * B0")
+            self._index(1, "(pid % across) * B1")
+            return
+        if reduced is None:
+            self._index(1, "pid * B1")
+            return
+        kept = 1 - reduced
+        if self.tile.share:
+            self._line(f"across = ({self._extent(kept)} + B{kept} - 1) // B{kept}")
+            self._line("share = pid // across")
+            self._index(kept, f"(pid % across) * B{kept}")
+            chunk = self.arguments.size("share_extent", self.tile.share)
+            self._line(f"begin = share * {chunk}")
+            self._line(f"end = tl.minimum(begin + {chunk}, {self._extent(reduced)})")
+            return
+        self._index(kept, f"pid * B{kept}")
+        if not self.tile.looped:
+            self._index(reduced, "")
+
+    def _index(self, number: int, start: str, end: str = "") -> None:
+        """Define the axis's index, its mask and the index along each of its dimensions."""
+        self._line(f"i{number} = " + (f"{start} + " if start else "") + self._arange(number))
+        self._line(f"m{number} = i{number} < {end or self._extent(number)}")
+        axis = self._axis(number)
+        split = [dim for dim in axis.dims if self._needs_dim(number, dim)]
+        if not split:
+            return
+        rest = f"i{number}"
+        for dim in reversed(axis.dims[1:]):
+            size = self.arguments.size(f"d{dim}", self.tile.dims[dim])
+            self._line(f"x{dim} = {rest} % {size}")
+            self._line(f"q{dim} = {rest} // {size}")
+            rest = f"q{dim}"
+        self._line(f"x{axis.dims[0]} = {rest}")
+
+    def _needs_dim(self, number: int, dim: int) -> bool:
+        return any(not self._linear(strides, number) for strides in self.tile.strides.values())
+
+    def _linear(self, strides: tuple[int, ...], number: int) -> bool:
+        """True where the operand runs along the axis with one stride."""
+        dims = self._axis(number).dims
+        return all(strides[a] == strides[b] * self.tile.dims[b] for a, b in zip(dims, dims[1:]))
+
+    def _terms(self, step: Step) -> dict[int, list[str]]:
+        """The operand's offset as summands per axis."""
+        strides = self.tile.strides[id(step)]
+        numbers = [number for number in (0, 1) if self.tile.axes[number] is not None]
+        out: dict[int, list[str]] = {}
+        for number in numbers:
+            dims = self._axis(number).dims
+            if self._linear(strides, number):
+                pairs = [(f"i{number}", strides[dims[-1]])] if dims else []
+            else:
+                pairs = [(f"x{dim}", strides[dim]) for dim in dims]
+            terms = [self._scaled(index, stride, number, strides) for index, stride in pairs if stride]
+            if terms:
+                out[number] = terms
+        return out
+
+    def _scaled(self, index: str, stride: int, number: int, strides: tuple[int, ...]) -> str:
+        if stride == 1:
+            return index
+        inner = self._axis(1)
+        dense = number == 0 and inner.dims and self._linear(strides, 1) and strides[inner.dims[-1]] == 1
+        if dense and stride == inner.extent and index == "i0":
+            return f"{index} * {self._extent(1)}"
+        return f"{index} * {self.arguments.stride(stride)}"
+
+    def _kept_axis(self) -> int:
+        return 1 if self.tile.reduced_axis is None else 1 - self.tile.reduced_axis
+
+    def _place(self, step: Step) -> tuple[str, str]:
+        """(offset, mask) texts of a load or store; empty where it touches one element."""
+        terms = self._terms(step)
+        if step.stage in ("store", "gather"):
+            for number in self._store_axes(step):
+                terms.setdefault(number, [] if terms else [f"i{number} * 0"])
+        offset = " + ".join(term for number in sorted(terms) for term in terms[number])
+        return offset, " & ".join(f"m{number}" for number in sorted(terms))
+
+    def _store_axes(self, step: Step) -> list[int]:
+        """Axes that a store's pointer block must have, so that it can take the value's shape."""
+        if self.tile.reduced_axis is not None and step.level == KEPT:
+            return [self._kept_axis()]
+        return [number for number in (0, 1) if self.tile.axes[number] is not None and not self._terms(step)]
+
+    # Passes over the reduced dimensions
+
+    def _passes(self) -> None:
+        stores = [step for step in self.body.steps if step.stage == "store"]
+        if not self.tile.looped:
+            for step in self.body.steps:
+                if step.stage != "store":
+                    self._emit(step)
+            for step in stores:
+                self._store(step)
+            return
+        placed = self._store_passes(stores)
+        reduces = [step for step in self.body.steps if step.stage == "reduce"]
+        last = max([step.phase - 1 for step in reduces] + list(placed.values()), default=-1)
+        for number in range(last + 1):
+            self._outer(number)
+            here = [step for step in reduces if step.phase - 1 == number]
+            self._loop(here, [step for step in stores if placed.get(id(step)) == number])
+        self._outer(last + 1)
+        for step in stores:
+            if id(step) not in placed:
+                self._store(step)
+
+    def _store_passes(self, stores: list[Step]) -> dict[int, int]:
+        """The pass that each store over the full space belongs to: no earlier than the last that loads from its buffer."""
+        full = [step for step in stores if step.level == FULL]
+        last = max([step.phase for step in full] + [s.phase - 1 for s in self.body.steps if s.stage == "reduce"], default=0)
+        loaded = {id(step.access.value.buffer) for step in self.body.steps if step.stage == "load" and step.access}
+        return {id(step): last if id(step.access.value.buffer) in loaded else step.phase for step in full if step.access}
+
+    def _outer(self, phase: int) -> None:
+        """Emit what does not change along the reduced dimensions and is known after ``phase`` passes."""
+        for step in self.body.steps:
+            if step.level != FULL and step.phase <= phase and step.stage not in ("store", "reduce"):
+                if id(step) not in self._emitted:
+                    self._emit(step)
+
+    def _loop(self, reduces: list[Step], stores: list[Step]) -> None:
+        reduced = self.tile.reduced_axis
+        assert reduced is not None
+        for step in reduces:
+            name = self._name(step)
+            kind = TRITON_TYPES[step.dtype]
+            self._line(f"{name}_acc = tl.full([B0, B1], {identity(step.text, step.dtype)}, {kind})")
+        start, end = ("begin", "end") if self.tile.share else ("0", self._extent(reduced))
+        self._line(f"for r in range({start}, {end}, B{reduced}):")
+        self._indent += 1
+        self._index(reduced, "r", end)
+        wanted = self._slice([*reduces, *stores])
+        for step in self.body.steps:
+            if id(step) in wanted and step.level == FULL and step.stage not in ("store", "reduce"):
+                self._emit(step)
+        for step in reduces:
+            combined = _COMBINE[step.text].format(f"{self._name(step)}_acc", self._masked(step))
+            self._line(f"{self._name(step)}_acc = {combined}")
+        for step in stores:
+            self._store(step)
+        self._indent -= 1
+        for step in reduces:
+            name = self._name(step)
+            self._line(f"{name} = tl.reduce({name}_acc, {reduced}, _{step.text}, keep_dims=True)")
+            self._emitted.add(id(step))
+
+    def _slice(self, sinks: list[Step]) -> set[int]:
+        """Steps over the full space that the sinks need within this pass."""
+        wanted: set[int] = set()
+        stack = [arg for sink in sinks for arg in sink.args]
+        while stack:
+            step = stack.pop()
+            if id(step) not in wanted and step.level == FULL:
+                wanted.add(id(step))
+                stack.extend(step.args)
+        return wanted
+
+    # Instructions
+
+    def _name(self, step: Step) -> str:
+        return self._names.setdefault(id(step), f"t{len(self._names)}")
+
+    def _masked(self, step: Step) -> str:
+        (value,) = step.args
+        return f"tl.where(m{self.tile.reduced_axis}, {self._name(value)}, {identity(step.text, step.dtype)})"
+
+    def _emit(self, step: Step) -> None:
+        self._emitted.add(id(step))
+        if step.stage in ("scalar", "host", "size"):
+            self._names[id(step)] = self.arguments.number(step.stage, step.payload, step.dtype)
+        elif step.stage == "load":
+            self._load(step)
+        elif step.stage == "gather":
+            self._gather(step)
+        elif step.stage == "coord":
+            terms = [term for terms in self._terms(step).values() for term in terms]
+            self._line(f"{self._name(step)} = {' + '.join(terms) or 'tl.full([], 0, tl.int32)'}")
+        elif step.stage == "reduce":
+            masked = self._masked(step)
+            self._line(f"{self._name(step)} = tl.reduce({masked}, {self.tile.reduced_axis}, _{step.text}, keep_dims=True)")
+        elif step.args:
+            self._line(f"{self._name(step)} = {step.text.format(*map(self._name, step.args))}")
+        else:
+            self._line(f"{self._name(step)} = tl.full([], {step.text}, {TRITON_TYPES[step.dtype]})")
+
+    def _pointer(self, step: Step) -> str:
+        assert step.access is not None
+        return self.arguments.pointer(step.access)
+
+    def _load(self, step: Step) -> None:
+        offset, mask = self._place(step)
+        assert step.access is not None
+        widened = ".to(tl.float32)" if step.access.dtype in HALF else ""
+        where = f"{self._pointer(step)} + {offset}, mask={mask}" if offset else self._pointer(step)
+        self._line(f"{self._name(step)} = tl.load({where}){widened}")
+
+    def _gather(self, step: Step) -> None:
+        assert step.access is not None
+        interval, _ = step.payload  # type: ignore[misc]
+        count = self.arguments.stride(interval[1] // interval[0])
+        (index,) = (self._name(arg) for arg in step.args)
+        offset, mask = self._place(step)
+        widened = ".to(tl.float32)" if step.access.dtype in HALF else ""
+        along = f"{index} * {self.arguments.stride(step.access.index_stride)}"
+        valid = f"{mask} & ({index} >= 0) & ({index} < {count})"
+        self._line(f"{self._name(step)} = tl.load({self._pointer(step)} + {offset} + {along}, mask={valid}, other=0){widened}")
+
+    def _store(self, step: Step) -> None:
+        offset, mask = self._place(step)
+        if step.partial:
+            offset = f"share * {self._extent(self._kept_axis())} + {offset}"
+        (value,) = step.args
+        where = f"{self._pointer(step)} + {offset}" if offset else self._pointer(step)
+        self._line(f"tl.store({where}, {self._name(value)}" + (f", mask={mask})" if mask else ")"))
+

@@ -1,0 +1,122 @@
+"""Runs recorded programs through codegen: plans, the interpreter, Hopper compilation. Imports torch, `ir_nodes`, `codegen` and
+`recording` only."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any, Callable, Sequence
+
+import torch
+from recording import Recorder, Recording
+
+from codegen import interpreted, triton_compile
+from codegen.fuse import plan
+from codegen.kernel import ExternStep, Kernel, KernelStep, Plan
+from codegen.tuning import HOPPER, Tuning
+from ir_nodes import call, ops
+from ir_nodes.reference import window
+
+CACHE = Path(tempfile.mkdtemp(prefix="lazysched-kernels-"))
+_compiled: set[Kernel] = set()
+
+
+def record(program: Callable[..., Any], *inputs: torch.Tensor) -> tuple[Recording, list[torch.Tensor]]:
+    """The program's graph and its eager results; results and inputs are held at the end."""
+    with Recorder() as recorder:
+        result = program(*inputs)
+    outs = list(result) if isinstance(result, (tuple, list)) else [result]
+    return recorder.finish([*outs, *inputs]), outs
+
+
+def kernels(made: Plan) -> list[KernelStep]:
+    return [step for step in made.steps if isinstance(step, KernelStep)]
+
+
+def externs(made: Plan) -> list[ExternStep]:
+    return [step for step in made.steps if isinstance(step, ExternStep)]
+
+
+def compile_all(made: Plan) -> None:
+    """Compile every kernel that no test has compiled yet for Hopper."""
+    for step in kernels(made):
+        if step.kernel not in _compiled:
+            _compiled.add(step.kernel)
+            assert triton_compile.compile_for_hopper(step.kernel, CACHE).handle.asm["ptx"]
+
+
+def execute(recording: Recording, made: Plan) -> dict[int, torch.Tensor]:
+    """Run the plan on the recording's inputs; memory that nothing wrote is 0xFF. Returns the bytes of every buffer."""
+    memory = {}
+    for buffer in recording.graph.buffers:
+        given = recording.inputs.get(buffer.index)
+        memory[buffer.index] = torch.full((buffer.nbytes + 16,), 0xFF, dtype=torch.uint8)[: buffer.nbytes]
+        if given is not None:
+            memory[buffer.index].copy_(given)
+
+    def run_extern(step: ExternStep) -> None:
+        fill = call.Fill(
+            operand=lambda operand: window(memory[operand.value.buffer.index], operand.layout),
+            target=lambda write: window(memory[write.value.buffer.index], write.layout),
+            scalar=lambda number: recording.scalars[number.index],
+            device=torch.device("cpu"),
+        )
+        positional, keyword = call.arguments(step.node, fill)
+        result = ops.overload(step.node.target)(*positional, **keyword)
+        for index, tensor in zip(step.node.returns, call.new_results(step.node, result)):
+            if index is not None and index >= 0:
+                write = step.node.writes[index]
+                window(memory[write.value.buffer.index], write.layout).copy_(tensor)
+
+    interpreted.run_plan_interpreted(made, memory, recording.scalars, CACHE, run_extern)
+    return memory
+
+
+def typed(data: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Storage bytes seen as ``like`` is."""
+    return torch.empty(0, dtype=like.dtype).set_(data.clone().untyped_storage(), like.storage_offset(), like.shape, like.stride())
+
+
+def assert_same(made: torch.Tensor, wanted: torch.Tensor, rtol: float | None = None, atol: float | None = None) -> None:
+    if rtol is None and wanted.dtype is torch.bfloat16:
+        rtol, atol = 1e-2, 1e-2
+    elif rtol is None and wanted.dtype.is_floating_point:
+        rtol, atol = 2e-5, 2e-6
+    torch.testing.assert_close(made, wanted, rtol=rtol, atol=atol, equal_nan=True)
+
+
+def check(program: Callable[..., Any], *inputs: torch.Tensor, count: int | None = None, extern: int | None = 0,
+          rtol: float | None = None, atol: float | None = None, tuning: Tuning = HOPPER, compiles: bool = True) -> Plan:
+    """Plan the program, run the plan in the interpreter, compare with eager and compile its kernels for Hopper.
+
+    ``count``: how many kernels it must have; ``extern``: how many nodes ATen must run.
+    """
+    recording, outs = record(program, *inputs)
+    wanted = {index: data.clone() for index, data in recording.expected.items()}
+    made = plan(recording.graph, tuning=tuning)
+    text = "\n".join([str([node.target for node in step.nodes]) for step in kernels(made)]
+                     + [f"{step.node}: {step.reason}" for step in externs(made)] + [str(r) for r in made.refusals])
+    if count is not None:
+        assert len(kernels(made)) == count, text
+    if extern is not None:
+        assert len(externs(made)) == extern, text
+    memory = execute(recording, made)
+    held = {value.buffer.index for value in recording.graph.outputs()}
+    for tensor in [*outs, *inputs]:
+        index = buffer_of(recording, wanted, tensor)
+        if index in held:
+            assert_same(typed(memory[index], tensor), tensor, rtol, atol)
+    if compiles:
+        compile_all(made)
+    return made
+
+
+def buffer_of(recording: Recording, wanted: dict[int, torch.Tensor], tensor: torch.Tensor) -> int | None:
+    """The buffer that holds ``tensor``, found by its storage's bytes."""
+    data = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    return next((index for index, known in wanted.items() if known.shape == data.shape and torch.equal(known, data)), None)
+
+
+def values_named(made: Plan) -> Sequence[str]:
+    """Names of the values that no kernel writes to memory."""
+    return [str(value) for step in kernels(made) for value in step.elided]

@@ -1,0 +1,157 @@
+"""Reductions, softmax, normalisation and cross entropy against eager PyTorch, in every kernel form."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import check
+
+from codegen.tuning import HOPPER, INTERPRETER, Tuning
+
+LOOPED = Tuning(tile=64, persistent=16, looped=16)
+SPLIT = Tuning(tile=64, persistent=64, looped=16, programs=16, split_rows=16, split_column=16, split_row=16, split_numel=64)
+FORMS = {"persistent": HOPPER, "looped": LOOPED, "split": SPLIT, "interpreter": INTERPRETER}
+forms = pytest.mark.parametrize("tuning", FORMS.values(), ids=FORMS.keys())
+
+
+def data(*size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if dtype is torch.bool:
+        return torch.rand(size, generator=generator) > 0.1
+    if not dtype.is_floating_point:
+        return torch.randint(-9, 10, size, generator=generator).to(dtype)
+    return torch.randn(size, generator=generator).to(dtype)
+
+
+@forms
+@pytest.mark.parametrize("dims", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2)], ids=str)
+def test_sum_over_any_dimensions(dims: tuple[int, ...], tuning: Tuning) -> None:
+    check(lambda x: x.sum(dims), data(9, 21, 35), tuning=tuning, rtol=1e-4, atol=1e-5)
+
+
+REDUCTIONS: list[tuple[str, Callable[..., Any], tuple[torch.dtype, ...]]] = [
+    ("sum", lambda x: (x.sum(), x.sum(0, keepdim=True), x.sum(1)), (torch.bfloat16, torch.float64, torch.int64, torch.bool)),
+    ("sum to float", lambda x: x.sum(1, dtype=torch.float32), (torch.int32, torch.bfloat16)),
+    ("mean", lambda x: (x.mean(), x.mean(0), x.mean(-1, keepdim=True)), (torch.float32, torch.bfloat16, torch.float64)),
+    ("amax", lambda x: (x.amax(), x.amax(0), x.amax(1)), (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool)),
+    ("amin", lambda x: (x.amin(), x.amin(0), x.amin(1)), (torch.float32, torch.int64, torch.bool)),
+    ("max", lambda x: (x.max(), x.min()), (torch.float32, torch.int32)),
+    ("any", lambda x: (x.any(), x.any(0), x.any(1)), (torch.float32, torch.bool)),
+    ("all", lambda x: (x.all(), x.all(0), x.all(1)), (torch.float32, torch.bool)),
+    ("norm", lambda x: (torch.linalg.vector_norm(x), torch.linalg.vector_norm(x, 1, 0)), (torch.float32, torch.bfloat16)),
+]
+
+
+@pytest.mark.parametrize(
+    ("program", "dtype"),
+    [pytest.param(program, dtype, id=f"{name}-{str(dtype)[6:]}") for name, program, dtypes in REDUCTIONS for dtype in dtypes],
+)
+@pytest.mark.parametrize("tuning", [HOPPER, SPLIT], ids=["whole", "split"])
+def test_reduction_equals_eager(program: Callable[..., Any], dtype: torch.dtype, tuning: Tuning) -> None:
+    check(program, data(33, 70, dtype=dtype), tuning=tuning, rtol=1e-2 if dtype is torch.bfloat16 else 1e-4, atol=1e-2
+          if dtype is torch.bfloat16 else 1e-5)
+
+
+@forms
+def test_nan_and_infinity_reach_the_results(tuning: Tuning) -> None:
+    x = data(7, 40)
+    x[0, 3], x[1, 5], x[2, 7], x[2, 8], x[3] = float("nan"), float("inf"), float("inf"), float("-inf"), float("-inf")
+    check(lambda x: (x.amax(1), x.amin(1), x.sum(1), x.amax(0), x.softmax(1)), x, tuning=tuning)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 70), (70, 1), (1, 40, 1)], ids=str)
+def test_dimensions_of_size_one(size: tuple[int, ...]) -> None:
+    check(lambda x: (x.sum(0), x.sum(-1), x.softmax(-1), x.softmax(0), x.sum()), data(*size))
+
+
+def test_strided_and_broadcast_inputs() -> None:
+    x = data(6, 8, 10)
+    check(lambda x: (x.permute(2, 0, 1).sum(1), x[:, ::2].sum(2), x[:, :1].expand(6, 8, 10).sum(1), x.transpose(0, 2).sum()), x)
+
+
+def test_a_reduced_constant_counts_every_element() -> None:
+    check(lambda x: (x.new_ones(5, 7) * 2).sum(1) + x, data(5))
+
+
+@forms
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_softmax_and_gradients_along_any_dimension(dim: int, tuning: Tuning) -> None:
+    def program(x: torch.Tensor, g: torch.Tensor) -> list[torch.Tensor]:
+        soft, log = torch.softmax(x, dim), torch.log_softmax(x, dim)
+        backward = torch.ops.aten
+        return [soft, log, backward._softmax_backward_data(g, soft, dim, x.dtype),
+                backward._log_softmax_backward_data(g, log, dim, x.dtype)]
+
+    check(program, data(5, 18, 33), data(5, 18, 33, seed=1), tuning=tuning, rtol=1e-4, atol=1e-5)
+
+
+@forms
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_softmax_in_half_precision(dtype: torch.dtype, tuning: Tuning) -> None:
+    check(lambda x: torch.softmax(x, -1), data(5, 70, dtype=dtype), count=1, tuning=tuning)
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
+    out, mean, scale = torch.ops.aten.native_layer_norm(x, weight.shape, weight, bias, 1e-5)
+    return [out, mean, scale, *torch.ops.aten.native_layer_norm_backward(
+        grad, x, weight.shape, mean, scale, weight, bias, [True, True, True])]
+
+
+@forms
+@pytest.mark.parametrize("shape", [(70,), (7, 10)], ids=str)
+def test_layer_norm_and_gradients(shape: tuple[int, ...], tuning: Tuning) -> None:
+    x, weight, bias, grad = data(11, 3, *shape), data(*shape, seed=1), data(*shape, seed=2), data(11, 3, *shape, seed=3)
+    check(layer_norm, x, weight, bias, grad, tuning=tuning, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("mask", [[True, False, False], [False, True, True], [True, True, False]], ids=str)
+def test_layer_norm_without_parameters_or_some_gradients(mask: list[bool]) -> None:
+    def program(x: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
+        out, mean, scale = torch.ops.aten.native_layer_norm(x, (40,), None, None, 1e-5)
+        weight = x.new_ones(40)
+        grads = torch.ops.aten.native_layer_norm_backward(grad, x, (40,), mean, scale, weight, weight, mask)
+        return [out, *(g for g in grads if g is not None and g.numel())]
+
+    check(program, data(9, 40), data(9, 40, seed=1), rtol=1e-3, atol=1e-4)
+
+
+def cross_entropy(x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: str) -> list[torch.Tensor]:
+    x = x.detach().requires_grad_()
+    loss = F.cross_entropy(x, target, weight, ignore_index=-100, reduction=reduction)
+    (grad,) = torch.autograd.grad(loss, x)
+    return [loss.detach(), grad]
+
+
+@forms
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_cross_entropy_and_gradient(reduction: str, weighted: bool, tuning: Tuning) -> None:
+    target = torch.randint(0, 70, (33,), generator=torch.Generator().manual_seed(1))
+    target[5] = target[9] = -100
+    weight = data(70, seed=2).abs() + 0.1 if weighted else None
+    check(lambda x: cross_entropy(x, target, weight, reduction), data(33, 70), tuning=tuning, rtol=1e-4, atol=1e-5)
+
+
+def test_nll_loss_alone_gathers_from_memory() -> None:
+    target = torch.tensor([3, -100, 0, 6])
+    made = check(lambda x: F.nll_loss(x, target), data(4, 7))
+    assert "other=0" in made.steps[0].kernel.source
+
+
+@pytest.mark.parametrize("tuning", [LOOPED, SPLIT], ids=["looped", "split"])
+def test_full_space_results_beside_a_reduction(tuning: Tuning) -> None:
+    check(lambda x, y: ((x * y).relu(), (x * y).relu().sum(0), (x * y).relu().sum(0) * 2), data(50, 40), data(50, 40, seed=1),
+          tuning=tuning, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tuning", [HOPPER, LOOPED], ids=["persistent", "looped"])
+def test_normalising_in_place_reads_before_it_writes(tuning: Tuning) -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        x.sub_(x.mean(1, keepdim=True))
+        x.div_((x * x).mean(1, keepdim=True).sqrt())
+        return x
+
+    check(program, data(6, 70), count=1, tuning=tuning, rtol=1e-4, atol=1e-5)
