@@ -1,4 +1,4 @@
-"""What every benchmark shares: child processes in rounds, medians, tables, saved results. Imports torch and `ir_nodes.settings`."""
+"""What every benchmark shares: processes in rounds, means, tables, saved results. Imports torch and `ir_nodes.settings`."""
 
 from __future__ import annotations
 

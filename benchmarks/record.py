@@ -48,7 +48,6 @@ def operands(op: str, grad: bool, device: str) -> tuple[Tensor, Tensor]:
 
 def settle(contestant: str) -> None:
     """Drop or finish what is pending."""
-    gc.collect()
     if contestant in ("lazysched", "ltc"):
         torch._lazy.mark_step()
     if contestant == "cuda":
@@ -61,7 +60,7 @@ def check(contestant: str) -> None:
         for grad in (False, True):
             x, y = operands(op, grad, DEVICES[contestant])
             expected = call(*operands(op, grad, "cpu"))
-            torch.testing.assert_close(call(x, y).detach().cpu(), expected.detach(), msg=lambda text: f"{contestant} {op}: {text}")
+            torch.testing.assert_close(call(x, y).detach().cpu(), expected.detach())
 
 
 def measure(op: str, grad: bool, contestant: str) -> float:
@@ -102,7 +101,10 @@ def summarise(rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
         "views": [n for n in names if n.split()[0] in VIEWS],
     }
     ratios = {
-        other: {group: geometric_mean(medians["lazysched"][n] / medians[other][n] for n in members) for group, members in groups.items()}
+        other: {
+            group: geometric_mean(medians["lazysched"][n] / medians[other][n] for n in members)
+            for group, members in groups.items()
+        }
         for other in rounds
         if other != "lazysched"
     }
@@ -116,7 +118,8 @@ def show(summary: dict[str, Any]) -> None:
     rows = []
     for name in medians["lazysched"]:
         ours = medians["lazysched"][name]
-        rows.append([name, *(f"{medians[c][name]:.2f}" for c in contestants), *(f"{ours / medians[o][name]:.2f}" for o in others)])
+        times = [f"{medians[c][name]:.2f}" for c in contestants]
+        rows.append([name, *times, *(f"{ours / medians[o][name]:.2f}" for o in others)])
     for group in ("all", "compute", "views"):
         rows.append([f"geometric mean, {group}", *[""] * len(contestants), *(f"{ratios[o][group]:.2f}" for o in others)])
     spreads = [f"{summary['largest_spread'][c]:.0%}" for c in contestants]

@@ -280,6 +280,7 @@ ROWS: dict[str, Row] = {
     "addcdiv": Row("{self} + {value} * @div({tensor1}, {tensor2})"),
     "copy": Row("{src}", "cast"),
     "clone": Row("{self}", "cast"),
+    "_to_copy": Row("{self}", "cast"),
     "fill": Row("{value}", "result"),
     "full": Row("{fill_value}", "result"),
     "full_like": Row("{fill_value}", "result"),

@@ -73,6 +73,8 @@ class Lowering:
         """``layout`` of ``value`` broadcast to the space of ``level``. Raises Unsupported where that is impossible."""
         if layout.dtype not in COMPUTABLE:
             raise Unsupported(f"dtype {str(layout.dtype).removeprefix('torch.')}")
+        if layout.flipped:
+            raise Unsupported("a conjugate or negative view")
         shape = self.shape if level == FULL else self.kept_shape
         form = forms.broadcast(layout.size, layout.stride, shape)
         if form is None:

@@ -120,7 +120,7 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
     gone = tuple(dim for dim, flag in enumerate(flags) if flag)
     column = _along_kept(body, dims, strides, flags)
     extent, block_r, block_x, looped = body.extent, 1, 1, share > 0
-    if not any(step.level == FULL for step in body.steps):
+    if not any(step.level == FULL or step.stage == "reduce" for step in body.steps):
         block_x = min(128, power_of_two(body.kept))
     elif column:
         block_x = min(64 if extent > 32 else 128, power_of_two(body.kept))

@@ -33,5 +33,3 @@ register()
 __all__ = ["barriers", "debug", "mark_step", "metrics_report", "stats", "sync", "wait_device_ops"]
 
 
-def _autoload() -> None:
-    """Entry point "torch.backends": importing this package has registered the device."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lazy_backend import api, core, modules, steps
+from lazy_backend import accelerator, api, core, modules, steps
 
 NAME = "lazysched"
 
@@ -95,7 +95,11 @@ class DeviceModule(types.ModuleType):
 
 
 def register() -> None:
-    """Give PrivateUse1 its name and module. Cheap: the native core starts at the device's first use."""
+    """Give PrivateUse1 its name and module. Cheap: the native core starts at the device's first use.
+
+    Raises AcceleratorError before anything is registered.
+    """
+    accelerator.keep_cuda()
     torch.utils.rename_privateuse1_backend(NAME)
     if not hasattr(torch, NAME):
         module = DeviceModule()

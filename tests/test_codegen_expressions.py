@@ -120,6 +120,7 @@ CASES: list[tuple[str, Callable[..., Any], int, tuple[torch.dtype, ...], bool | 
     ("copy", lambda x: torch.empty(3, 37, dtype=torch.bool).copy_(x), 1, (torch.float32, torch.int64), False),
     ("copy", lambda x: torch.empty(3, 37, dtype=torch.int64).copy_(x), 1, (torch.float32, torch.int32), True),
     ("clone", torch.clone, 1, (*ALL, torch.bool), False),
+    ("_to_copy", lambda x: (x.double(), x.bfloat16(), x.bool()), 1, (torch.float32, torch.int64), False),
     ("fill", lambda x: torch.empty_like(x).fill_(3), 1, (*ALL, torch.bool), False),
     ("full", lambda x: (x, torch.full((3, 37), 0.1)), 1, (torch.float32,), False),
     ("full_like", lambda x: torch.full_like(x, 2), 1, ALL, False),

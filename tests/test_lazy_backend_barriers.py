@@ -1,10 +1,9 @@
-"""What ends a recording, what it says about it, and what it must not change: numbers, memory and the number of compiles."""
+"""What ends a recording, and what the log says about it: kind, reason and the user's line."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from typing import Any, Callable, Iterator
 
 import pytest
@@ -14,66 +13,16 @@ import torch._lazy.metrics
 from torch import nn
 
 import lazy_backend
-from barriers import Barrier
 from ir_nodes import settings
-from lazy_backend import core
-
-DEVICE = "lazysched"
+from tests.barrier_log import barriers_of, configured, only, pending, settle
+from tests.device import DEVICE, here
 
 
 @pytest.fixture(autouse=True)
-def nothing_pending() -> Iterator[None]:
-    torch.ones(1, device=DEVICE)
-    lazy_backend.mark_step(wait=True)
+def settled() -> Iterator[None]:
+    settle()
     yield
     lazy_backend.mark_step(wait=True)
-
-
-def here() -> int:
-    """The line that calls this."""
-    return sys._getframe(1).f_lineno
-
-
-def pending() -> torch.Tensor:
-    """A tensor that is recorded and not computed."""
-    return torch.ones(4, device=DEVICE) * 3
-
-
-def barriers_of(action: Callable[[], Any]) -> list[Barrier]:
-    """The barriers that ``action`` caused, those that had something to run."""
-    count = _fired()
-    action()
-    return [barrier for barrier in lazy_backend.barriers()[count:] if barrier.ops]
-
-
-def _fired() -> int:
-    recent = lazy_backend.barriers()
-    assert len(recent) < 1000, "the log keeps the last 1000, so a test has to clear it"
-    return len(recent)
-
-
-@pytest.fixture(autouse=True)
-def empty_log() -> None:
-    lazy_backend.barriers()
-    lazy_backend.api.barrier_log.clear()
-
-
-def _configured(action: Callable[[], Any], **values: Any) -> list[Barrier]:
-    """The barriers of ``action`` under other settings, which the core is told of."""
-    try:
-        with settings.override(**values):
-            core.configure(core.get())
-            return barriers_of(action)
-    finally:
-        core.configure(core.get())
-
-
-def only(barriers: list[Barrier]) -> Barrier:
-    assert len(barriers) == 1, [str(barrier) for barrier in barriers]
-    return barriers[0]
-
-
-# ---- each kind, with its reason and the user's line -------------------------------------------------------------------------
 
 
 VALUE_ACCESSES: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -226,7 +175,7 @@ def test_reading_a_generators_state() -> None:
 
 
 def test_eager_mode_runs_each_op_at_once() -> None:
-    fired = _configured(lambda: pending() + 1, mode="eager")
+    fired = configured(lambda: pending() + 1, mode="eager")
     assert len(fired) >= 2 and {(barrier.kind.label, barrier.ops) for barrier in fired} == {("eager", 1)}
 
 
@@ -244,202 +193,3 @@ def test_the_debug_level_prints_each_barrier_with_reason_and_frame() -> None:
     )
     lines = [line for line in (done.stdout + done.stderr).splitlines() if "lazysched: barrier value_access" in line]
     assert len(lines) == 1 and "<string>:3 in <module>" in lines[0]
-
-
-# ---- limits ----------------------------------------------------------------------------------------------------------------
-
-
-def test_a_loop_that_never_looks_is_cut_by_the_number_of_ops() -> None:
-    x = torch.zeros(2, device=DEVICE)
-    lazy_backend.mark_step()
-
-    def loop() -> None:
-        for _ in range(1000):
-            x.add_(1)
-
-    fired = _configured(loop, max_ops=100)
-    assert [(barrier.kind.label, barrier.ops) for barrier in fired] == [("limit", 100)] * 10
-    assert "LAZYSCHED_MAX_OPS" in fired[0].reason
-    assert x.tolist() == [1000.0, 1000.0]
-
-
-def test_a_loop_that_keeps_its_results_is_cut_by_their_bytes() -> None:
-    kept = [torch.zeros(1024, device=DEVICE)]
-    lazy_backend.mark_step()
-
-    def loop() -> None:
-        for _ in range(64):
-            kept.append(kept[-1] + 1)
-
-    fired = _configured(loop, max_pending_bytes="64K")
-    assert 3 <= len(fired) <= 6 and {barrier.kind.label for barrier in fired} == {"limit"}
-    assert "LAZYSCHED_MAX_PENDING_BYTES" in fired[0].reason
-    assert kept[-1][0].item() == 64.0
-
-
-def test_the_same_loop_cut_by_a_limit_compiles_once() -> None:
-    x = torch.zeros(2, device=DEVICE)
-    lazy_backend.mark_step()
-    before = lazy_backend.stats()["compiles"]
-
-    def loop() -> None:
-        for _ in range(2000):
-            x.add_(1)
-
-    _configured(loop, max_ops=100)
-    assert lazy_backend.stats()["compiles"] - before <= 2
-
-
-# ---- dead results ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_result_that_nobody_holds_is_never_computed() -> None:
-    x = torch.ones(8, 8, device=DEVICE)
-    lazy_backend.mark_step()
-    before = lazy_backend.stats()
-    kept = x + 1
-    for _ in range(10):
-        (x @ x).tanh()
-    lazy_backend.mark_step()
-    after = lazy_backend.stats()
-    assert after["nodes_dead"] - before["nodes_dead"] == 20
-    assert after["nodes_run"] - before["nodes_run"] == 1
-    assert kept[0, 0].item() == 2.0
-
-
-def test_what_a_held_result_needs_is_computed_though_nobody_holds_it() -> None:
-    x = torch.ones(3, device=DEVICE)
-    y = ((x + 1) * 2) ** 2
-    del x
-    lazy_backend.mark_step()
-    assert y.tolist() == [16.0] * 3
-
-
-def test_a_view_keeps_its_base_alive() -> None:
-    view = (torch.ones(4, device=DEVICE) * 5)[1:3]
-    lazy_backend.mark_step()
-    assert view.tolist() == [5.0, 5.0]
-
-
-def test_memory_of_dropped_steps_is_given_back() -> None:
-    """Allocations on the physical device stay bounded over many steps."""
-    x = torch.zeros(1000, 1000, device=DEVICE)
-    for step in range(80):
-        x = x * 0.5 + 1
-        lazy_backend.mark_step(wait=True)
-        if step == 20:
-            before = _resident_bytes()
-    assert _resident_bytes() - before < 60e6, "60 steps of 4 MB each would be 240 MB"
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
-
-
-# ---- when a loop looks at its loss -------------------------------------------------------------------------------------------
-
-
-def _losses(device: str, look_every: int, steps: int, pause: Callable[[int], None] = lambda step: None) -> tuple[list[float], torch.Tensor]:
-    """Losses seen while training, and the last weights."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 12), nn.LayerNorm(12), nn.GELU(), nn.Linear(12, 3)).to(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    x = torch.linspace(-1, 1, 48).reshape(8, 6).to(device)
-    y = (torch.arange(8) % 3).to(device)
-    seen, total = [], torch.zeros((), device=device)
-    for step in range(steps):
-        loss = nn.functional.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        total += loss.detach()
-        if look_every and step % look_every == look_every - 1:
-            seen.append(loss.item())
-        pause(step)
-    return [*seen, total.item()], model[0].weight.detach().cpu()
-
-
-@pytest.mark.parametrize("look_every", [1, 10, 0], ids=["every step", "once in ten", "never"])
-def test_looking_at_the_loss_changes_no_number_and_compiles_a_bounded_number_of_times(look_every: int) -> None:
-    wanted, weight = _losses("cpu", look_every, 60)
-    before = lazy_backend.stats()["compiles"]
-    got, mine = _losses(DEVICE, look_every, 60)
-    assert got == pytest.approx(wanted, rel=1e-6)
-    torch.testing.assert_close(mine, weight, rtol=1e-6, atol=1e-7)
-    assert lazy_backend.stats()["compiles"] - before <= 14
-
-
-def test_explicit_barriers_anywhere_give_the_same_numbers() -> None:
-    wanted, _ = _losses(DEVICE, 10, 20)
-    with settings.override(auto_barrier=False):
-        without, _ = _losses(DEVICE, 10, 20)
-    got, _ = _losses(DEVICE, 10, 20, pause=lambda step: lazy_backend.mark_step() if step % 3 == 0 else None)
-    assert got == wanted == without
-
-
-# ---- step closures -----------------------------------------------------------------------------------------------------------
-
-
-def test_step_closures_run_after_the_step_that_recorded_what_they_read() -> None:
-    x, seen = torch.ones(2, device=DEVICE), []
-    y = x * 2
-    torch._lazy.add_step_closure(lambda t: seen.append(t.tolist()), args=(y,))
-    assert seen == []
-    torch._lazy.mark_step()
-    assert seen == [[2.0, 2.0]]
-    torch._lazy.add_step_closure(lambda: seen.append("second"))
-    lazy_backend.mark_step()
-    assert seen[1:] == ["second"]
-
-
-def test_step_closures_run_at_the_end_of_an_optimizer_step() -> None:
-    model = nn.Linear(3, 1).to(DEVICE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss = model(torch.ones(2, 3, device=DEVICE)).sum()
-    loss.backward()
-    seen: list[float] = []
-    torch._lazy.add_step_closure(lambda value: seen.append(value.item()), args=(loss.detach(),))
-    optimizer.step()
-    assert seen == [loss.item()]
-
-
-def test_asynchronous_step_closures_run_in_their_own_thread() -> None:
-    done, threads = threading.Event(), []
-    y = torch.ones(2, device=DEVICE) * 4
-
-    def closure(tensor: torch.Tensor) -> None:
-        threads.append((threading.current_thread(), tensor.sum().item()))
-        done.set()
-
-    torch._lazy.add_step_closure(closure, args=(y,), run_async=True)
-    torch._lazy.mark_step()
-    assert done.wait(timeout=30)
-    assert threads[0][1] == 8.0 and threads[0][0] is not threading.main_thread()
-
-
-# ---- looking without running ---------------------------------------------------------------------------------------------------
-
-
-def test_the_debug_views_show_what_is_recorded_and_run_nothing() -> None:
-    x = torch.ones(3, device=DEVICE)
-    lazy_backend.mark_step()
-    y = (x + 1).tanh(); line = here()  # noqa: E702
-    unrelated = x.exp()
-
-    def look() -> None:
-        text = lazy_backend.debug.text(y)
-        assert "aten::tanh" in text and "aten::exp" not in text
-        assert f"test_lazy_backend_barriers.py:{line} in test_the_debug_views" in text
-        assert lazy_backend.debug.dot([y, unrelated]).count("aten::") >= 3
-        module = lazy_backend.debug.fx_graph(y)
-        numbers = [1.0] * sum(node.name.startswith("s") for node in module.graph.nodes if node.op == "placeholder")
-        torch.testing.assert_close(module(torch.ones(3), *numbers)[0], torch.full((3,), 2.0).tanh())
-
-    assert barriers_of(look) == []
-    assert unrelated.tolist() == pytest.approx([2.718281828] * 3)
-
-
-def test_the_debug_views_refuse_other_tensors() -> None:
-    with pytest.raises(ValueError, match="expected lazysched tensors"):
-        lazy_backend.debug.text(torch.ones(2))

@@ -36,7 +36,8 @@ def check(program: list[programs.Step]) -> None:
     got = programs.interpret(program, programs.inputs(DEVICE), some_barrier)
     assert len(got) == len(wanted)
     for index, (mine, theirs) in enumerate(zip(got, wanted)):
-        assert (mine.shape, mine.stride(), mine.dtype) == (theirs.shape, theirs.stride(), theirs.dtype), f"result {index}"
+        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype), f"result {index}"
+        assert mine.stride() == theirs.stride() or not theirs.numel(), f"result {index}"
         tolerance = 1e-2 if theirs.dtype is torch.bfloat16 else 1e-6
         torch.testing.assert_close(mine.cpu(), theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
 
@@ -82,8 +83,12 @@ def _gradients(program: list[programs.Step], device: str) -> list[torch.Tensor]:
     return [t.grad if t.grad is not None else torch.zeros_like(t) for t in tensors]
 
 
+def _without_writes(program: list[programs.Step]) -> list[programs.Step]:
+    return [step for step in program if step[0] not in ("in_place", "drop")]
+
+
 @settings(max_examples=50, deadline=None)
-@given(programs.steps(barriers=True, max_size=12).map(lambda steps: [step for step in steps if step[0] not in ("in_place", "drop")]))
+@given(programs.steps(barriers=True, max_size=12).map(_without_writes))
 def test_gradients_of_random_programs(program: list[programs.Step]) -> None:
     for mine, theirs in zip(_gradients(program, DEVICE), _gradients(program, "cpu")):
         torch.testing.assert_close(mine.detach().cpu(), theirs.detach(), rtol=1e-5, atol=1e-5, equal_nan=True)

@@ -545,6 +545,8 @@ void Recorder::record(const OpInfo& op, Stack* stack) {
             arg.kind = ArgKind::Tensor;
             arg.first = static_cast<int32_t>(t.operands.size());
             t.operands.push_back(add_operand(t, v.unsafeToTensorImpl(), mode, s.numbers));
+          } else {
+            arg.value = v;  // None or an undefined tensor: which of the two the op wants depends on its schema
           }
           break;
         case ArgKind::TensorList:

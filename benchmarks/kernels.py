@@ -1,0 +1,148 @@
+"""How much of the GPU's copy bandwidth generated kernels reach, next to eager and torch.compile. Imports torch, triton,
+`ir_nodes`, `codegen` and the tests' recorder.
+
+    python benchmarks/kernels.py [--rows 16384] [--columns 8192] [--no-compile]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+import triton.testing
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
+
+import recording  # noqa: E402
+
+from codegen.fuse import plan  # noqa: E402
+from codegen.kernel import KernelStep, Plan, Pointer, Scalar, Temporary  # noqa: E402
+from codegen.triton_compile import compile_kernel  # noqa: E402
+from ir_nodes import Graph  # noqa: E402
+
+
+def record_shapes(program: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> tuple[Graph, list[Any], list[int]]:
+    """The graph, its numbers and the buffer index of each input."""
+    original = recording.bytes_of
+    recording.bytes_of = lambda tensor: torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device="meta")
+    try:
+        metas = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in inputs]
+        with recording.Recorder() as recorder:
+            indices = [recorder._buffer(meta).index for meta in metas]
+            result = program(*metas)
+        outs = list(result) if isinstance(result, (tuple, list)) else [result]
+        for tensor in outs:
+            recorder._buffer(tensor).live = True
+    finally:
+        recording.bytes_of = original
+    return recorder.recording.graph, recorder.recording.scalars, indices
+
+
+def launcher(made: Plan, graph: Graph, scalars: Sequence[Any], given: dict[int, torch.Tensor]) -> tuple[Callable[[], None], dict[int, torch.Tensor]]:
+    """A function that launches every kernel of the plan, and the memory it works on."""
+    folder = Path(tempfile.mkdtemp())
+    memory = {b.index: given.get(b.index, torch.empty(0)) for b in graph.buffers}
+    for buffer in graph.buffers:
+        if buffer.index not in given:
+            memory[buffer.index] = torch.empty(buffer.nbytes, dtype=torch.uint8, device="cuda")
+    scratch = {t.id: torch.empty(t.nbytes, dtype=torch.uint8, device="cuda") for t in made.temporaries}
+    launches = []
+    for step in made.steps:
+        assert isinstance(step, KernelStep), f"{step.node}: {step.reason}"
+        handle = compile_kernel(step.kernel, folder).handle
+        args: list[Any] = []
+        for arg in step.args:
+            if isinstance(arg, Pointer):
+                base = scratch[arg.source.id] if isinstance(arg.source, Temporary) else memory[arg.source.buffer.index]
+                args.append(base.untyped_storage().data_ptr() + arg.byte_offset)
+            elif isinstance(arg, Scalar):
+                args.append(scalars[arg.index])
+            else:
+                args.append(arg.value)
+        launches.append((handle[step.grid], args + [value for _, value in step.kernel.constexprs]))
+
+    def run() -> None:
+        for launch, args in launches:
+            launch(*args)
+
+    return run, memory
+
+
+def milliseconds(run: Callable[[], Any]) -> float:
+    """Median time of a run on the GPU."""
+    return float(triton.testing.do_bench(run, warmup=20, rep=80, return_mode="median"))
+
+
+def layer_norm_gradient(grad: torch.Tensor, x: torch.Tensor, w: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor) -> Any:
+    return torch.ops.aten.native_layer_norm_backward(grad, x, [x.shape[-1]], mean, scale, w, w, [True, True, True])
+
+
+def cases(rows: int, columns: int) -> dict[str, tuple[Callable[..., Any], list[torch.Tensor], float]]:
+    """Name: program, inputs, bytes that must move."""
+
+    def tensor(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(size, device="cuda").to(dtype)
+
+    x, y, row = tensor(rows, columns), tensor(rows, columns), tensor(columns)
+    square = tensor(8192, 8192)
+    mean, scale = tensor(rows, 1, dtype=torch.float32), tensor(rows, 1, dtype=torch.float32)
+    unit = x.nbytes
+    half = columns // 2
+    vocabulary = tensor(4096, 50257)
+    target = torch.randint(0, 50257, (4096,), device="cuda")
+    return {
+        "bias+gelu+residual": (lambda x, b, y: F.gelu(x + b) + y, [x, row, y], 3 * unit),
+        "softmax": (lambda x: x.softmax(-1), [x], 2 * unit),
+        "layernorm": (lambda x, w, b: F.layer_norm(x, (columns,), w, b), [x, row, row.clone()], 2 * unit),
+        "rmsnorm": (lambda x, w: x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6).bfloat16() * w, [x, row], 2 * unit),
+        "add+layernorm": (lambda x, y, w, b: (x + y, F.layer_norm(x + y, (columns,), w, b)), [x, y, row, row.clone()], 4 * unit),
+        "layernorm gradient": (layer_norm_gradient, [x, y, row, mean, scale], 3 * unit),
+        "full sum": (lambda x: x.sum(), [x], unit),
+        "row sum": (lambda x: x.sum(1), [x], unit),
+        "column sum": (lambda x: x.sum(0), [x], unit),
+        "gelu gradient+column sum": (lambda g, x: (lambda d: (d, d.sum(0)))(torch.ops.aten.gelu_backward(g, x)), [x, y], 3 * unit),
+        "transpose+add": (lambda x, y: x.t() + y, [square, square.clone()], 3 * square.nbytes),
+        "swiglu": (lambda x: F.silu(x[:, :half]) * x[:, half:], [x], 1.5 * unit),
+        "log-softmax mean": (lambda x: x.log_softmax(-1).mean(), [x], unit),
+        "cross entropy 4096x50257": (lambda x, t: F.cross_entropy(x, t), [vocabulary, target], 2 * vocabulary.nbytes),
+        "softmax 4096x50257": (lambda x: x.softmax(-1), [vocabulary], 2 * vocabulary.nbytes),
+        "softmax 128 columns": (lambda x: x.softmax(-1), [x.view(-1, 128)], 2 * unit),
+        "column mean of 1000": (lambda x: x.mean(1), [x.view(-1, 1024, 128)], unit),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=int, default=16384)
+    parser.add_argument("--columns", type=int, default=8192)
+    parser.add_argument("--no-compile", action="store_true")
+    options = parser.parse_args()
+    source = torch.empty(options.rows, options.columns, dtype=torch.bfloat16, device="cuda")
+    sink = torch.empty_like(source)
+    bandwidth = 2 * source.nbytes / milliseconds(lambda: sink.copy_(source))
+    print(f"copy {bandwidth / 1e9:.2f} TB/s; share of it that each program reaches")
+    print(f"{'program':28}{'lazysched':>10}{'kernels':>8}{'eager':>8}{'compile':>9}  error")
+    for name, (program, inputs, moved) in cases(options.rows, options.columns).items():
+        graph, scalars, indices = record_shapes(program, inputs)
+        made = plan(graph)
+        run, memory = launcher(made, graph, scalars, dict(zip(indices, inputs)))
+        wanted = program(*inputs)
+        first = wanted[0] if isinstance(wanted, (tuple, list)) else wanted
+        run()
+        error = min(float((torch.empty(0, dtype=first.dtype, device="cuda").set_(memory[v.buffer.index].untyped_storage(), 0, first.shape, first.stride())
+                     .double() - first.double()).abs().max()) for v in graph.outputs() if v.buffer.nbytes == first.untyped_storage().nbytes())
+        times = [milliseconds(run), milliseconds(lambda p=program, i=inputs: p(*i))]
+        if not options.no_compile:
+            compiled = torch.compile(program)
+            times.append(milliseconds(lambda c=compiled, i=inputs: c(*i)))
+        shares = [moved / time / bandwidth for time in times]
+        print(f"{name:28}{shares[0]:10.2f}{len(made.steps):8}{shares[1]:8.2f}" + (f"{shares[2]:9.2f}" if len(shares) > 2 else "") + f"  {error:.2g}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Writes a kernel's index arithmetic: program to tile, tile to dimensions, dimensions to addresses. Imports codegen's leaf
+modules."""
+
+from __future__ import annotations
+
+from codegen.body import Body, Step
+from codegen.instructions import KEPT
+from codegen.source_args import ArgumentList
+from codegen.tile import Axis, Tile
+
+
+class IndexWriter:
+    """Collects lines; knows each operand's offset and mask. ``body``, ``tile`` and ``arguments`` are the kernel's."""
+
+    def __init__(self, body: Body, tile: Tile, arguments: ArgumentList) -> None:
+        self.body, self.tile, self.arguments = body, tile, arguments
+        self._lines: list[str] = []
+        self._indent = 1
+
+    def _line(self, text: str) -> None:
+        self._lines.append("    " * self._indent + text)
+
+    def _axis(self, number: int) -> Axis:
+        axis = self.tile.axes[number]
+        assert axis is not None
+        return axis
+
+    def _extent(self, number: int) -> str:
+        return self.arguments.size(f"n{number}", self._axis(number).extent)
+
+    def _arange(self, number: int) -> str:
+        if self.tile.axes[0] is None:
+            return f"tl.arange(0, B{number})"
+        return f"tl.arange(0, B{number})[:, None]" if number == 0 else f"tl.arange(0, B{number})[None, :]"
+
+    def _prologue(self) -> None:
+        self._line("pid = tl.program_id(0)" + (".to(tl.int64)" if self.arguments.wide else ""))
+        reduced = self.tile.reduced_axis
+        if reduced is None and self.tile.axes[0] is not None:
+            self._line(f"across = ({self._extent(1)} + B1 - 1) // B1")
+            self._index(0, "(pid // across) * B0")
+            self._index(1, "(pid % across) * B1")
+            return
+        if reduced is None:
+            self._index(1, "pid * B1")
+            return
+        kept = 1 - reduced
+        if self.tile.share:
+            self._line(f"across = ({self._extent(kept)} + B{kept} - 1) // B{kept}")
+            self._line("share = pid // across")
+            self._index(kept, f"(pid % across) * B{kept}")
+            chunk = self.arguments.size("share_extent", self.tile.share)
+            self._line(f"begin = share * {chunk}")
+            self._line(f"end = tl.minimum(begin + {chunk}, {self._extent(reduced)})")
+            return
+        self._index(kept, f"pid * B{kept}")
+        if not self.tile.looped:
+            self._index(reduced, "")
+
+    def _index(self, number: int, start: str, end: str = "") -> None:
+        """Define the axis's index, its mask and the index along each of its dimensions."""
+        self._line(f"i{number} = " + (f"{start} + " if start else "") + self._arange(number))
+        self._line(f"m{number} = i{number} < {end or self._extent(number)}")
+        axis = self._axis(number)
+        split = [dim for dim in axis.dims if self._needs_dim(number, dim)]
+        if not split:
+            return
+        rest = f"i{number}"
+        for dim in reversed(axis.dims[1:]):
+            size = self.arguments.size(f"d{dim}", self.tile.dims[dim])
+            self._line(f"x{dim} = {rest} % {size}")
+            self._line(f"q{dim} = {rest} // {size}")
+            rest = f"q{dim}"
+        self._line(f"x{axis.dims[0]} = {rest}")
+
+    def _needs_dim(self, number: int, dim: int) -> bool:
+        return any(not self._linear(strides, number) for strides in self.tile.strides.values())
+
+    def _linear(self, strides: tuple[int, ...], number: int) -> bool:
+        """True where the operand runs along the axis with one stride."""
+        dims = self._axis(number).dims
+        return all(strides[a] == strides[b] * self.tile.dims[b] for a, b in zip(dims, dims[1:]))
+
+    def _terms(self, step: Step) -> dict[int, list[str]]:
+        """The operand's offset as summands per axis."""
+        strides = self.tile.strides[id(step)]
+        numbers = [number for number in (0, 1) if self.tile.axes[number] is not None]
+        out: dict[int, list[str]] = {}
+        for number in numbers:
+            dims = self._axis(number).dims
+            if self._linear(strides, number):
+                pairs = [(f"i{number}", strides[dims[-1]])] if dims else []
+            else:
+                pairs = [(f"x{dim}", strides[dim]) for dim in dims]
+            terms = [self._scaled(index, stride, number, strides) for index, stride in pairs if stride]
+            if terms:
+                out[number] = terms
+        return out
+
+    def _scaled(self, index: str, stride: int, number: int, strides: tuple[int, ...]) -> str:
+        if stride == 1:
+            return index
+        inner = self._axis(1)
+        dense = number == 0 and inner.dims and self._linear(strides, 1) and strides[inner.dims[-1]] == 1
+        if dense and stride == inner.extent and index == "i0":
+            return f"{index} * {self._extent(1)}"
+        return f"{index} * {self.arguments.stride(stride)}"
+
+    def _kept_axis(self) -> int:
+        return 1 if self.tile.reduced_axis is None else 1 - self.tile.reduced_axis
+
+    def _place(self, step: Step) -> tuple[str, str]:
+        """(offset, mask) texts of a load or store; empty where it touches one element."""
+        terms = self._terms(step)
+        if step.stage in ("store", "gather"):
+            for number in self._store_axes(step):
+                terms.setdefault(number, [] if terms else [f"i{number} * 0"])
+        offset = " + ".join(term for number in sorted(terms) for term in terms[number])
+        return offset, " & ".join(f"m{number}" for number in sorted(terms))
+
+    def _store_axes(self, step: Step) -> list[int]:
+        """Axes that a store's pointer block must have, so that it can take the value's shape."""
+        if self.tile.reduced_axis is not None and step.level == KEPT:
+            return [self._kept_axis()]
+        return [number for number in (0, 1) if self.tile.axes[number] is not None and not self._terms(step)]

@@ -1,0 +1,288 @@
+"""What becomes one kernel, what must not, and in which order it all runs."""
+
+from __future__ import annotations
+
+import time
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import check, compile_all, execute, externs, kernels, record, typed, values_named
+from hypothesis import given, settings
+from programs import Step, inputs, interpret, steps
+from recording import Recording
+
+from codegen.fuse import plan
+from codegen.kernel import ExternStep, KernelStep, Plan
+from codegen.tuning import HOPPER, Tuning
+from ir_nodes import Access, BufferKind, Graph, Layout
+
+LOOPED = Tuning(tile=64, persistent=16, looped=16)
+
+
+def data(*size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# Kernel counts of patterns that training is made of
+
+
+def test_bias_gelu_residual_is_one_kernel() -> None:
+    made = check(lambda x, b, r: F.gelu(x + b) + r, data(6, 5, 32), data(32, seed=1), data(6, 5, 32, seed=2), count=1)
+    assert len(values_named(made)) == 2
+
+
+def test_a_view_between_ops_does_not_end_a_kernel() -> None:
+    check(lambda x, b: (x + b).view(2, 3, 16).relu().reshape(6, 4, 4) * 2, data(6, 16), data(16, seed=1), count=1)
+
+
+def test_softmax_of_scaled_masked_scores_is_one_kernel() -> None:
+    mask = torch.ones(8, 8).tril() == 0
+    check(lambda x: (x * 0.3).masked_fill(mask, float("-inf")).softmax(-1), data(2, 3, 8, 8), count=1)
+
+
+def test_residual_and_layer_norm_are_one_kernel() -> None:
+    check(lambda x, y, w, b: (x + y, F.layer_norm(x + y, (32,), w, b)), *(data(6, 32, seed=i) for i in range(2)),
+          *(data(32, seed=i) for i in range(2)), count=1)
+
+
+def test_root_mean_square_norm_written_out_is_one_kernel() -> None:
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w
+
+    check(program, data(6, 40, dtype=torch.bfloat16), data(40, dtype=torch.bfloat16), count=1)
+    check(program, data(6, 40), data(40), count=1, tuning=LOOPED)
+
+
+def test_cross_entropy_forward_is_two_kernels_and_its_gradient_one() -> None:
+    target = torch.randint(0, 20, (9,))
+
+    def program(x: torch.Tensor) -> list[torch.Tensor]:
+        x = x.detach().requires_grad_()
+        loss = F.cross_entropy(x, target)
+        (grad,) = torch.autograd.grad(loss, x)
+        return [loss.detach(), grad]
+
+    check(program, data(9, 20), count=4)  # the fourth makes the gradient of the loss, 1
+    check(lambda x: F.cross_entropy(x, target), data(9, 20), count=2)
+
+
+def test_swiglu_reads_halves_of_one_buffer_in_one_kernel() -> None:
+    check(lambda x: F.silu(x[:, :16]) * x[:, 16:], data(6, 32), count=1)
+
+
+def test_an_activation_gradient_and_the_bias_gradient_share_a_kernel() -> None:
+    def program(grad: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
+        inner = torch.ops.aten.gelu_backward(grad, x)
+        return [inner, inner.sum(0)]
+
+    check(program, data(40, 24), data(40, 24, seed=1), count=1)
+    split = Tuning(split_numel=64, split_column=8, split_rows=8, programs=8)
+    check(program, data(40, 24), data(40, 24, seed=1), count=2, tuning=split)
+
+
+def adamw(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+    p.mul_(1 - 1e-3)
+    m.lerp_(g, 0.1)
+    v.mul_(0.999).addcmul_(g, g, value=0.001)
+    p.addcdiv_(m, (v.sqrt() / 0.5).add_(1e-8), value=-1e-3)
+    return [p, m, v]
+
+
+def test_an_adamw_step_is_one_kernel_in_place() -> None:
+    made = check(adamw, data(6, 7), data(6, 7, seed=1), data(6, 7, seed=2), data(6, 7, seed=3).abs(), count=1)
+    stored = [step.writes for step in kernels(made)]
+    assert [len(writes) for writes in stored] == [3]
+
+
+def test_ops_that_only_share_an_input_share_a_kernel() -> None:
+    check(lambda x: (x * 2, x.relu(), x + 1), data(6, 7), count=1)
+
+
+def test_channels_last_chains_walk_memory_in_order() -> None:
+    x = data(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    made = check(lambda x: (x * 2).relu(), x, count=1)
+    assert "B1: tl.constexpr" in kernels(made)[0].kernel.source and "%" not in kernels(made)[0].kernel.source
+
+
+# What must stay apart
+
+
+def refusals(made: Plan) -> str:
+    return " / ".join(refusal.reason for refusal in made.refusals)
+
+
+def test_a_transposed_read_of_what_was_just_written_is_another_kernel() -> None:
+    made = check(lambda x: ((x * 2).t() + 1).contiguous(), data(6, 6), count=2)
+    assert "another order" in refusals(made)
+
+
+def test_reading_a_shifted_window_while_writing_in_place_is_another_kernel() -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        x[1:] += x[:-1] * 2
+        return x
+
+    made = check(program, data(40))
+    assert len(kernels(made)) >= 2 and "another order" in refusals(made)
+
+
+def test_a_copy_within_one_buffer_that_overlaps_is_not_fused_with_its_reader() -> None:
+    def program(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        old = x + 1
+        x.copy_(x.t().clone())
+        return old, x
+
+    made = check(program, data(8, 8))
+    assert len(kernels(made)) >= 2
+
+
+def test_an_overwritten_input_is_read_before() -> None:
+    def program(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        total = x.cumsum(0)  # ATen
+        x.mul_(2)
+        y.add_(x)
+        return [total, x, y]
+
+    made = check(program, data(6, 7), data(6, 7, seed=1), extern=1, count=1)
+    assert [type(step) for step in made.steps] == [ExternStep, KernelStep]
+
+
+def test_disjoint_halves_of_one_buffer_may_share_a_kernel() -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(2, 20)
+        out[0] = x * 2
+        out[1] = x + 1
+        return out
+
+    check(program, data(20), count=1)
+
+
+def test_a_result_that_an_extern_op_needs_first_cannot_be_delayed() -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        return y + y.cumsum(0)
+
+    made = check(program, data(6, 6), count=2, extern=1)
+    assert "between" in refusals(made)
+    assert [type(step) for step in made.steps] == [KernelStep, ExternStep, KernelStep]
+
+
+def test_different_shapes_and_different_reductions_stay_apart() -> None:
+    made = check(lambda x: (x * 2)[:3].sum(0) + (x * 2).sum(1)[:4], data(6, 4))
+    assert "index spaces differ" in refusals(made) or "reduce different" in refusals(made)
+
+
+def test_dead_values_are_neither_computed_nor_stored() -> None:
+    recording, _ = record(lambda x: [x * 3, (x + 1).relu()][1], data(6, 7))
+    recording.graph.buffers[1].live = False
+    made = plan(recording.graph)
+    assert all("3" not in step.kernel.source.split("def pointwise")[-1].split("tl.store")[-1] for step in kernels(made))
+
+
+def test_partial_overwrites_keep_the_other_bytes() -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        out = x * 2
+        out[1:3] += 5
+        out[:, ::2] = 0
+        return out
+
+    check(program, data(5, 9))
+
+
+def test_extra_order_edges_hold() -> None:
+    recording, _ = record(lambda x: (x * 2, x.cumsum(0), x + 1), data(4))
+    first, middle, last = recording.graph.nodes
+    assert len(kernels(plan(recording.graph))) == 1
+    made = plan(recording.graph, order=[(first, middle), (middle, last)])
+    assert [step.node if isinstance(step, ExternStep) else step.nodes[0] for step in made.steps] == [first, middle, last]
+
+
+# Hand-made graphs: `out=` overloads, number inputs, 0-d host tensors
+
+
+def whole(graph: Graph, dtype: torch.dtype, size: tuple[int, ...], kind: BufferKind, live: bool = False) -> Access:
+    layout = Layout.contiguous(dtype, size)
+    return Access(graph.add_buffer(layout.nbytes, kind, live), layout)
+
+
+def test_out_overloads_number_inputs_and_host_scalars() -> None:
+    graph = Graph()
+    x = whole(graph, torch.float32, (5, 3), BufferKind.INPUT)
+    host = whole(graph, torch.float64, (), BufferKind.HOST)
+    inner, out = (whole(graph, torch.float32, (5, 3), BufferKind.FRESH, live) for live in (False, True))
+    alpha, low = graph.add_scalar("float"), graph.add_scalar("int")
+    graph.record("aten::add.out", [x, host, alpha, Access(inner.buffer, inner.layout, "w")])
+    graph.record("aten::clamp.out", [inner, low, None, Access(out.buffer, out.layout, "w")])
+    made = plan(graph)
+    assert len(kernels(made)) == 1 and not externs(made)
+    values = data(5, 3)
+    given = {x.buffer.index: values.view(torch.uint8).view(-1), host.buffer.index: torch.tensor([0.7], dtype=torch.float64).view(torch.uint8)}
+    memory = execute(Recording(graph, given, [2.0, 1]), made)
+    torch.testing.assert_close(typed(memory[out.buffer.index], values), (values + 2.0 * 0.7).clamp(min=1))
+    compile_all(made)
+
+
+def test_numbers_and_sizes_are_not_in_the_source() -> None:
+    sources = []
+    for rows, columns, number in ((48, 64, 0.3), (96, 128, 0.7)):
+        recording, _ = record(lambda x, b, n=number: ((x + b) * n).softmax(-1), data(rows, columns), data(columns))
+        (step,) = kernels(plan(recording.graph))
+        sources.append((step.kernel.source, step.kernel.signature))
+    assert sources[0] == sources[1]
+
+
+def test_planning_is_deterministic() -> None:
+    made = [[step.kernel for step in kernels(plan(record(adamw, *(data(6, 7, seed=i).abs() for i in range(4)))[0].graph))]
+            for _ in range(2)]
+    assert made[0] == made[1]
+
+
+def chain(length: int) -> Graph:
+    """A residual network of ``length`` nodes: elementwise steps, some of them ATen's, on buffers of two sizes."""
+    graph = Graph()
+    state = whole(graph, torch.float32, (64, 32), BufferKind.INPUT)
+    skip = state
+    for index in range(length):
+        out = whole(graph, torch.float32, (64, 32), BufferKind.FRESH, index == length - 1)
+        target = Access(out.buffer, out.layout, "w")
+        if index % 7 == 3:
+            graph.record("aten::cumsum.out", [state, 0, None, target])
+        elif index % 7 == 5:
+            graph.record("aten::add.out", [state, skip, graph.add_scalar(), target])
+            skip = out
+        else:
+            graph.record("aten::mul.out", [state, graph.add_scalar(), target])
+        state = out
+    return graph
+
+
+def test_planning_time_is_linear_and_short() -> None:
+    plan(chain(50))
+    seconds = []
+    for length in (500, 2000):
+        graph = chain(length)
+        start = time.perf_counter()
+        plan(graph)
+        seconds.append(time.perf_counter() - start)
+    assert seconds[1] < 4 and seconds[1] < 12 * seconds[0]
+
+
+# Random programs
+
+
+@settings(max_examples=25, deadline=None)
+@given(program=steps(barriers=False))
+def test_random_programs_equal_eager(program: list[Step]) -> None:
+    check(lambda *given: interpret(program, list(given)), *inputs("cpu"), extern=None, rtol=1e-2, atol=1e-2, compiles=False)
+
+
+@pytest.mark.parametrize("tuning", [HOPPER, LOOPED], ids=["hopper", "looped"])
+def test_a_transformer_block_forward_and_backward(tuning: Tuning) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, activation="gelu", batch_first=True)
+
+    def program(x: torch.Tensor) -> list[torch.Tensor]:
+        layer.zero_grad()
+        layer(x).square().mean().backward()
+        return [parameter.grad for parameter in layer.parameters()]
+
+    check(program, data(2, 5, 16), extern=None, tuning=tuning, rtol=1e-3, atol=1e-4, compiles=False)
