@@ -38,7 +38,13 @@ class IndexWriter:
         reduced = self.tile.reduced_axis
         if reduced is None and self.tile.axes[0] is not None:
             self._line(f"across = ({self._extent(1)} + B1 - 1) // B1")
-            self._index(0, "(pid // across) * B0")
+            self._line("row = pid // across")
+            if self.tile.axes[2] is not None:
+                self._line(f"down = ({self._extent(0)} + B0 - 1) // B0")
+                self._line("i2 = row // down")
+                self._line("row = row % down")
+                self._split(2)
+            self._index(0, "row * B0")
             self._index(1, "(pid % across) * B1")
             return
         if reduced is None:
@@ -61,9 +67,12 @@ class IndexWriter:
         """Define the axis's index, its mask and the index along each of its dimensions."""
         self._line(f"i{number} = " + (f"{start} + " if start else "") + self._arange(number))
         self._line(f"m{number} = i{number} < {end or self._extent(number)}")
+        self._split(number)
+
+    def _split(self, number: int) -> None:
+        """Define the index along each of the axis's dimensions, where an operand needs it."""
         axis = self._axis(number)
-        split = [dim for dim in axis.dims if self._needs_dim(number, dim)]
-        if not split:
+        if all(self._linear(strides, number) for strides in self.tile.strides.values()):
             return
         rest = f"i{number}"
         for dim in reversed(axis.dims[1:]):
@@ -73,9 +82,6 @@ class IndexWriter:
             rest = f"q{dim}"
         self._line(f"x{axis.dims[0]} = {rest}")
 
-    def _needs_dim(self, number: int, dim: int) -> bool:
-        return any(not self._linear(strides, number) for strides in self.tile.strides.values())
-
     def _linear(self, strides: tuple[int, ...], number: int) -> bool:
         """True where the operand runs along the axis with one stride."""
         dims = self._axis(number).dims
@@ -84,7 +90,7 @@ class IndexWriter:
     def _terms(self, step: Step) -> dict[int, list[str]]:
         """The operand's offset as summands per axis."""
         strides = self.tile.strides[id(step)]
-        numbers = [number for number in (0, 1) if self.tile.axes[number] is not None]
+        numbers = [number for number in (0, 1, 2) if self.tile.axes[number] is not None]
         out: dict[int, list[str]] = {}
         for number in numbers:
             dims = self._axis(number).dims
@@ -116,7 +122,7 @@ class IndexWriter:
             for number in self._store_axes(step):
                 terms.setdefault(number, [] if terms else [f"i{number} * 0"])
         offset = " + ".join(term for number in sorted(terms) for term in terms[number])
-        return offset, " & ".join(f"m{number}" for number in sorted(terms))
+        return offset, " & ".join(f"m{number}" for number in sorted(terms) if number < 2)
 
     def _store_axes(self, step: Step) -> list[int]:
         """Axes that a store's pointer block must have, so that it can take the value's shape."""

@@ -7,6 +7,7 @@ import re
 from codegen.body import Body, BodyBuilder, Scratch, split_body
 from codegen.group import Group
 from codegen.kernel import Kernel, KernelStep, Temporary
+from codegen.online import merge_passes
 from codegen.source_args import ArgumentList
 from codegen.tile import Tile, lay_out
 from codegen.triton_source import SourceWriter
@@ -26,7 +27,10 @@ def emit_group(group: Group, outside: set[Value], scratch: Scratch, tuning: Tuni
     if not body.stored:
         return []
     if not group.split:
-        return [_launch(body, lay_out(body, tuning), nodes, scratch)]
+        tile = lay_out(body, tuning)
+        if tile.looped:
+            merge_passes(body)
+        return [_launch(body, tile, nodes, scratch)]
     share = _share(body, tuning)
     first, second = split_body(body, -(-body.extent // share), nodes[0])
     return [_launch(first, lay_out(first, tuning, share), nodes, scratch),
@@ -47,7 +51,7 @@ def _launch(body: Body, tile: Tile, nodes: tuple[Node, ...], scratch: Scratch) -
     name = _name(body, nodes)
     source = SourceWriter(body, tile, arguments).source(name, "; ".join(node.target for node in nodes))
     signature = tuple((argument, kind) for argument, kind, _ in arguments.entries)
-    blocks = tuple((f"B{i}", axis.block if axis else 1) for i, axis in enumerate(tile.axes))
+    blocks = tuple((f"B{i}", axis.block if axis else 1) for i, axis in enumerate(tile.axes[:2]))
     kernel = Kernel(name, source, signature, blocks, arguments.divisible(), tile.num_warps)
     loads = [step.access.value for step in body.steps if step.stage in ("load", "gather") and step.access]
     stores = [step.access.value for step in body.steps if step.stage == "store" and step.access]
@@ -73,10 +77,9 @@ def _name(body: Body, nodes: tuple[Node, ...]) -> str:
 
 
 def _programs(tile: Tile) -> int:
-    axis0, axis1 = tile.axes
-    counts = [1 if axis is None else -(-axis.extent // axis.block) for axis in (axis0, axis1)]
+    counts = [1 if axis is None else -(-axis.extent // axis.block) for axis in tile.axes]
     if tile.reduced_axis is None:
-        return counts[0] * counts[1]
+        return counts[0] * counts[1] * counts[2]
     kept = counts[1 - tile.reduced_axis]
     axis = tile.axes[tile.reduced_axis]
     assert axis is not None

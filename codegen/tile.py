@@ -2,7 +2,7 @@
 codegen's leaf modules.
 
 Axis 1 runs along memory. A reduction's axes are its kept and its reduced dimensions; a pointwise body's are the innermost
-dimension and all others, or one flat axis where everything is dense.
+dimension and all others, or one flat axis where everything is dense, or the two dimensions that a transposing body exchanges.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tile:
-    """``axes`` are (axis 0, axis 1); axis 0 is None for a flat pointwise body. ``reduced_axis``: 0, 1 or None.
+    """``axes`` are (axis 0, axis 1, outer axis); axis 0 is None for a flat pointwise body. Each program has one index of the
+    outer axis, if there is one. ``reduced_axis``: 0, 1 or None.
 
     ``looped``: the reduced axis is walked block by block. ``share``: how many summands each program of a split reduction
     takes; 0 where a program sees all of them.
@@ -38,14 +39,11 @@ class Tile:
 
     dims: tuple[int, ...]
     strides: Strides
-    axes: tuple[Axis | None, Axis]
+    axes: tuple[Axis | None, Axis, Axis | None]
     reduced_axis: int | None
     looped: bool
     share: int
     num_warps: int
-
-    def axis_of(self, dim: int) -> int:
-        return 0 if self.axes[0] is not None and dim in self.axes[0].dims else 1
 
 
 def addressed(body: Body) -> list[Step]:
@@ -106,12 +104,30 @@ def _pointwise(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuni
         if tuning.pointwise_block > 4096:
             block = min(tuning.pointwise_block, power_of_two(body.numel))
         axis = Axis(tuple(range(len(dims))), body.numel, block)
-        return Tile(dims, strides, (None, axis), None, False, 0, _warps(block))
+        return Tile(dims, strides, (None, axis, None), None, False, 0, _warps(block))
+    exchanged = _exchanged(body, dims, strides)
+    if exchanged is not None:
+        side = tuning.transpose_side
+        rest = tuple(dim for dim in range(last) if dim != exchanged)
+        square = [Axis((dim,), dims[dim], min(side, power_of_two(dims[dim]))) for dim in (exchanged, last)]
+        outer_axis = Axis(rest, math.prod(dims[dim] for dim in rest), 1) if rest else None
+        return Tile(dims, strides, (square[0], square[1], outer_axis), None, False, 0, _warps(square[0].block * square[1].block))
     inner = snug_block(dims[last], tuning.pointwise_block, 64)
     outer_extent = body.numel // dims[last]
     outer = min(max(tuning.pointwise_block // inner, 1), power_of_two(outer_extent))
-    axes = (Axis(tuple(range(last)), outer_extent, outer), Axis((last,), dims[last], inner))
+    axes = (Axis(tuple(range(last)), outer_extent, outer), Axis((last,), dims[last], inner), None)
     return Tile(dims, strides, axes, None, False, 0, _warps(inner * outer))
+
+
+def _exchanged(body: Body, dims: tuple[int, ...], strides: Strides) -> int | None:
+    """The dimension that some operand runs along in memory while the tile's rows run along the last one."""
+    last = len(dims) - 1
+    for step in body.steps:
+        if step.access is not None and strides[id(step)][last] > 1:
+            along = [dim for dim, stride in enumerate(strides[id(step)]) if stride == 1 and dims[dim] >= 16]
+            if along:
+                return along[0]
+    return None
 
 
 def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple[bool, ...], tuning: Tuning,
@@ -123,17 +139,17 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
     if not any(step.level == FULL or step.stage == "reduce" for step in body.steps):
         block_x = min(128, power_of_two(body.kept))
     elif column:
-        block_x = min(64 if extent > 32 else 128, power_of_two(body.kept))
-        limit = tuning.tile * 4 // block_x
-        looped = looped or power_of_two(extent) > limit
-        block_r = min(power_of_two(extent), max(limit // 2 if looped else limit, 1))
+        block_x = min(tuning.column_width, power_of_two(body.kept))
+        limit = max(tuning.column_tile // block_x, 1)
+        looped = looped or power_of_two(extent) > limit * 2
+        block_r = min(power_of_two(extent), limit if looped else limit * 2)
     else:
         looped = looped or power_of_two(extent) > tuning.persistent
         block_r = min(tuning.looped if looped else tuning.persistent, power_of_two(extent))
         block_x = min(max(tuning.tile // block_r, 1), power_of_two(body.kept))
     axis_x, axis_r = Axis(kept, body.kept, block_x), Axis(gone, extent, block_r)
-    axes = (axis_r, axis_x) if column else (axis_x, axis_r)
-    return Tile(dims, strides, axes, 0 if column else 1, looped, share, _warps(block_x * block_r, 8 if looped else 16))
+    axes = (axis_r, axis_x, None) if column else (axis_x, axis_r, None)
+    return Tile(dims, strides, axes, 0 if column else 1, looped, share, _warps(block_x * block_r, tuning.loop_lane if looped else tuning.lane))
 
 
 def _along_kept(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple[bool, ...]) -> bool:

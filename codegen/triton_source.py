@@ -11,6 +11,7 @@ import torch
 from codegen.addressing import IndexWriter
 from codegen.body import Body, Step
 from codegen.instructions import FULL
+from codegen.online import ONLINE, final_lines, loop_lines
 from codegen.promotion import HALF, TRITON_TYPES
 from codegen.source_args import ArgumentList
 from codegen.tile import Tile
@@ -111,9 +112,9 @@ class SourceWriter(IndexWriter):
         reduced = self.tile.reduced_axis
         assert reduced is not None
         for step in reduces:
-            name = self._name(step)
+            how = "add" if step.text == ONLINE else step.text
             kind = TRITON_TYPES[step.dtype]
-            self._line(f"{name}_acc = tl.full([B0, B1], {identity(step.text, step.dtype)}, {kind})")
+            self._line(f"{self._name(step)}_acc = tl.full([B0, B1], {identity(how, step.dtype)}, {kind})")
         start, end = ("begin", "end") if self.tile.share else ("0", self._extent(reduced))
         self._line(f"for r in range({start}, {end}, B{reduced}):")
         self._indent += 1
@@ -122,16 +123,34 @@ class SourceWriter(IndexWriter):
         for step in self.body.steps:
             if id(step) in wanted and step.level == FULL and step.stage not in ("store", "reduce"):
                 self._emit(step)
+        joined = {id(step.args[1]) for step in reduces if step.text == ONLINE}
         for step in reduces:
-            combined = _COMBINE[step.text].format(f"{self._name(step)}_acc", self._masked(step))
-            self._line(f"{self._name(step)}_acc = {combined}")
+            if id(step) not in joined:
+                self._accumulate(step)
         for step in stores:
             self._store(step)
         self._indent -= 1
         for step in reduces:
-            name = self._name(step)
-            self._line(f"{name} = tl.reduce({name}_acc, {reduced}, _{step.text}, keep_dims=True)")
-            self._emitted.add(id(step))
+            self._finish(step, reduced)
+
+    def _accumulate(self, step: Step) -> None:
+        name = self._name(step)
+        if step.text != ONLINE:
+            self._line(f"{name}_acc = {_COMBINE[step.text].format(f'{name}_acc', self._masked(step))}")
+            return
+        highest = step.args[1]
+        for line in loop_lines(name, f"{self._name(highest)}_acc", self._masked(highest), str(step.payload)):
+            self._line(line)
+
+    def _finish(self, step: Step, axis: int) -> None:
+        """The result from the lanes' accumulators."""
+        name = self._name(step)
+        self._emitted.add(id(step))
+        if step.text != ONLINE:
+            self._line(f"{name} = tl.reduce({name}_acc, {axis}, _{step.text}, keep_dims=True)")
+            return
+        for line in final_lines(name, self._name(step.args[1]), str(step.payload), axis):
+            self._line(line)
 
     def _slice(self, sinks: list[Step]) -> set[int]:
         """Steps over the full space that the sinks need within this pass."""

@@ -28,15 +28,21 @@ def snug_block(extent: int, largest: int, smallest: int) -> int:
 class Tuning:
     """Choices that depend on the machine. Block sizes are elements a program handles at a time.
 
-    ``programs``: how many programs keep the machine busy. ``persistent``: the longest reduction held in registers.
+    ``column_width`` and ``column_tile``: results and elements per step where columns are reduced. ``lane``, ``loop_lane``:
+    elements per thread of a reduction held in registers and of one in a loop. ``programs``: how many programs keep the machine busy. ``persistent``: the longest reduction held in registers.
     ``split_column`` and ``split_row``: the longest reduction that is left to one program where there are few results;
     ``split_numel``: below so many elements none is split.
     """
 
     pointwise_block: int = 1024
     tile: int = 1024
+    transpose_side: int = 64
     persistent: int = 16384
     looped: int = 4096
+    column_width: int = 64
+    column_tile: int = 2048
+    lane: int = 16
+    loop_lane: int = 8
     programs: int = 528
     split_rows: int = 32
     split_column: int = 128
@@ -54,9 +60,9 @@ class Tuning:
 
     def lanes(self, column: bool) -> int:
         """Results that one program of a split reduction works on."""
-        return 64 if column else 1
+        return self.column_width if column else 1
 
 
 HOPPER = Tuning()
-INTERPRETER = Tuning(pointwise_block=1 << 16, tile=1 << 16, persistent=1 << 16, looped=1 << 14, programs=4)
+INTERPRETER = Tuning(pointwise_block=1 << 16, transpose_side=256, tile=1 << 16, persistent=1 << 16, looped=1 << 14, programs=4)
 """The interpreter pays per instruction and program, not per element."""

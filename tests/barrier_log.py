@@ -1,4 +1,4 @@
-"""What the tests of barriers share: the log of what fired, and settings for a while. Imports torch and the packages under test."""
+"""What the tests of barriers share: the log of what fired, settings for a while. Imports torch and the packages under test."""
 
 from __future__ import annotations
 

@@ -188,8 +188,7 @@ def test_the_recorded_reasons_reach_the_report() -> None:
 
 def test_the_debug_level_prints_each_barrier_with_reason_and_frame() -> None:
     program = "import torch, lazy_backend\nx = torch.ones(3, device='lazysched') + 1\nprint(x.sum().item())\n"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=settings.child_environment(debug={"barriers"})
-    )
+    environment = settings.child_environment(debug={"barriers"})
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
     lines = [line for line in (done.stdout + done.stderr).splitlines() if "lazysched: barrier value_access" in line]
     assert len(lines) == 1 and "<string>:3 in <module>" in lines[0]

@@ -28,7 +28,7 @@ def test_the_debug_views_show_what_is_recorded_and_run_nothing() -> None:
     def look() -> None:
         text = lazy_backend.debug.text(y)
         assert "aten::tanh" in text and "aten::exp" not in text
-        assert f"test_lazy_backend_barriers.py:{line} in test_the_debug_views" in text
+        assert f"test_lazy_backend_debug.py:{line} in test_the_debug_views" in text
         assert lazy_backend.debug.dot([y, unrelated]).count("aten::") >= 3
         module = lazy_backend.debug.fx_graph(y)
         numbers = [1.0] * sum(node.name.startswith("s") for node in module.graph.nodes if node.op == "placeholder")

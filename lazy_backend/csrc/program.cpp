@@ -45,6 +45,11 @@ at::Tensor view(const Program::View& v, const std::vector<c10::Storage>& slots) 
   return t;
 }
 
+void to_device(c10::Storage& s) {
+  auto bytes = at::empty({0}, at::TensorOptions().dtype(at::kByte)).set_(s, 0, {static_cast<int64_t>(s.nbytes())}, {1});
+  s = bytes.to(physical_device(current_device())).storage();
+}
+
 // Ops that draw without a generator argument use the CPU's default one: lend it our state for the call.
 struct LentState {
   explicit LentState(at::Generator g) : ours(std::move(g)), theirs(at::globalContext().defaultGenerator(c10::kCPU)) {
@@ -133,14 +138,16 @@ void Program::call(const Call& c, std::vector<c10::Storage>& slots, Trace& trace
     const auto& want = c.views[c.outs + k];
     const auto& got = results[k];
     if (want.slot < 0 || !got.defined()) continue;
-    bool alias = got.storage_offset() != 0 || got.is_conj() || got.is_neg() || got.device() != physical_device(device);
+    // Attention returns its random seed in host memory and wants it back there, so the device is the op's own choice.
+    bool alias = got.storage_offset() != 0 || got.is_conj() || got.is_neg();
     for (int32_t v = 0; v < c.outs && !alias; v++) alias = c.views[v].slot >= 0 && slots[c.views[v].slot].unsafeGetStorageImpl() == got.storage().unsafeGetStorageImpl();
     for (size_t j = 0; j < k && !alias; j++) alias = results[j].defined() && results[j].is_alias_of(got);
     if (!alias && got.scalar_type() == want.dtype && got.sizes() == c10::IntArrayRef(want.size) && got.strides() == c10::IntArrayRef(want.stride)) {
       slots[want.slot] = got.storage();
       continue;
     }
-    auto fresh = at::empty_strided(want.size, want.stride, at::TensorOptions().dtype(want.dtype).device(physical_device(device)));
+    TORCH_CHECK(got.sizes() == c10::IntArrayRef(want.size), c.op->name, " promised a result of shape ", c10::IntArrayRef(want.size), " and gave ", got.sizes());
+    auto fresh = at::empty_strided(want.size, want.stride, at::TensorOptions().dtype(want.dtype).device(got.device()));
     fresh.copy_(got);
     slots[want.slot] = fresh.storage();
   }
@@ -154,7 +161,9 @@ void Program::launch(const Launch& l, std::vector<c10::Storage>& slots, Trace& t
     params[n] = &values[n];
     auto number = [&] { return trace.scalars[a.scalar].toScalar(); };
     switch (a.kind) {
-      case LaunchArg::Pointer: values[n] = reinterpret_cast<uint64_t>(static_cast<const char*>(slots[a.slot].data()) + a.value); break;
+      case LaunchArg::Pointer:
+        if (slots[a.slot].device_type() != c10::kCUDA) to_device(slots[a.slot]);
+        values[n] = reinterpret_cast<uint64_t>(static_cast<const char*>(slots[a.slot].data()) + a.value); break;
       case LaunchArg::Float: {
         float f = static_cast<float>(number().toDouble());
         std::memcpy(&values[n], &f, sizeof f);
