@@ -137,8 +137,8 @@ def main() -> None:
     arguments += ["--fused"] * options.fused
     summary = summarise(in_rounds("benchmarks.gpt2", contestants, options.rounds, arguments))
     show(summary)
-    told = {name: getattr(options, name) for name in [*passed, "fused"]}
-    save("gpt2" if on_gpu else "gpt2-dry-run", {"options": told, "contestants": summary})
+    if on_gpu:  # a dry run says nothing worth keeping
+        save("gpt2", {"options": {name: getattr(options, name) for name in [*passed, "fused"]}, "contestants": summary})
 
 
 if __name__ == "__main__":

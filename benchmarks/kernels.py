@@ -1,12 +1,13 @@
 """How much of the GPU's copy bandwidth generated kernels reach, next to eager and torch.compile. Imports torch, triton,
 `ir_nodes`, `codegen` and the tests' recorder.
 
-    python benchmarks/kernels.py [--rows 16384] [--columns 8192] [--no-compile]
+    python benchmarks/kernels.py [--rows 16384] [--columns 8192] [--no-compile] [--only softmax] [--set stages=3]
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import tempfile
 from pathlib import Path
@@ -23,6 +24,7 @@ import recording  # noqa: E402
 from codegen.fuse import plan  # noqa: E402
 from codegen.kernel import KernelStep, Plan, Pointer, Scalar, Temporary  # noqa: E402
 from codegen.triton_compile import compile_kernel  # noqa: E402
+from codegen.tuning import HOPPER, Tuning  # noqa: E402
 from ir_nodes import Graph  # noqa: E402
 
 
@@ -43,14 +45,15 @@ def record_shapes(program: Callable[..., Any], inputs: Sequence[torch.Tensor]) -
     return recorder.recording.graph, recorder.recording.scalars, indices
 
 
-def launcher(made: Plan, graph: Graph, scalars: Sequence[Any], given: dict[int, torch.Tensor]) -> tuple[Callable[[], None], dict[int, torch.Tensor]]:
-    """A function that launches every kernel of the plan, and the memory it works on."""
+def launcher(made: Plan, graph: Graph, scalars: Sequence[Any], given: dict[int, torch.Tensor]) -> tuple[
+        Callable[[], None], dict[int, torch.Tensor]]:
+    """A function that launches every kernel of the plan, and the memory it works on (scratch under negative keys)."""
     folder = Path(tempfile.mkdtemp())
     memory = {b.index: given.get(b.index, torch.empty(0)) for b in graph.buffers}
     for buffer in graph.buffers:
         if buffer.index not in given:
             memory[buffer.index] = torch.empty(buffer.nbytes, dtype=torch.uint8, device="cuda")
-    scratch = {t.id: torch.empty(t.nbytes, dtype=torch.uint8, device="cuda") for t in made.temporaries}
+    scratch = {-1 - t.id: torch.empty(t.nbytes, dtype=torch.uint8, device="cuda") for t in made.temporaries}
     launches = []
     for step in made.steps:
         assert isinstance(step, KernelStep), f"{step.node}: {step.reason}"
@@ -58,7 +61,7 @@ def launcher(made: Plan, graph: Graph, scalars: Sequence[Any], given: dict[int, 
         args: list[Any] = []
         for arg in step.args:
             if isinstance(arg, Pointer):
-                base = scratch[arg.source.id] if isinstance(arg.source, Temporary) else memory[arg.source.buffer.index]
+                base = scratch[-1 - arg.source.id] if isinstance(arg.source, Temporary) else memory[arg.source.buffer.index]
                 args.append(base.untyped_storage().data_ptr() + arg.byte_offset)
             elif isinstance(arg, Scalar):
                 args.append(scalars[arg.index])
@@ -70,7 +73,7 @@ def launcher(made: Plan, graph: Graph, scalars: Sequence[Any], given: dict[int, 
         for launch, args in launches:
             launch(*args)
 
-    return run, memory
+    return run, memory | scratch
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
@@ -116,32 +119,55 @@ def cases(rows: int, columns: int) -> dict[str, tuple[Callable[..., Any], list[t
     }
 
 
+def distance(data: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest difference between storage bytes seen as ``wanted`` is, and that."""
+    made = torch.empty(0, dtype=wanted.dtype, device="cuda").set_(data.untyped_storage(), 0, wanted.shape, wanted.stride())
+    return float((made.double() - wanted.double()).abs().max())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", type=int, default=16384)
     parser.add_argument("--columns", type=int, default=8192)
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--only", default="", help="part of the programs' names")
+    parser.add_argument("--set", action="append", default=[], help="codegen.tuning.Tuning instead: looped=8192,loop_lane=16")
     options = parser.parse_args()
     source = torch.empty(options.rows, options.columns, dtype=torch.bfloat16, device="cuda")
     sink = torch.empty_like(source)
     bandwidth = 2 * source.nbytes / milliseconds(lambda: sink.copy_(source))
     print(f"copy {bandwidth / 1e9:.2f} TB/s; share of it that each program reaches")
-    print(f"{'program':28}{'lazysched':>10}{'kernels':>8}{'eager':>8}{'compile':>9}  error")
+    print(f"{'program':28}{'kernels':>8}{'eager':>9}{'compile':>9}{'lazysched':>11}  error, then each variant of the tuning")
     for name, (program, inputs, moved) in cases(options.rows, options.columns).items():
-        graph, scalars, indices = record_shapes(program, inputs)
-        made = plan(graph)
-        run, memory = launcher(made, graph, scalars, dict(zip(indices, inputs)))
-        wanted = program(*inputs)
-        first = wanted[0] if isinstance(wanted, (tuple, list)) else wanted
-        run()
-        error = min(float((torch.empty(0, dtype=first.dtype, device="cuda").set_(memory[v.buffer.index].untyped_storage(), 0, first.shape, first.stride())
-                     .double() - first.double()).abs().max()) for v in graph.outputs() if v.buffer.nbytes == first.untyped_storage().nbytes())
-        times = [milliseconds(run), milliseconds(lambda p=program, i=inputs: p(*i))]
+        if not any(part in name for part in options.only.split("|")):
+            continue
+        peers = [milliseconds(lambda p=program, i=inputs: p(*i))]
         if not options.no_compile:
             compiled = torch.compile(program)
-            times.append(milliseconds(lambda c=compiled, i=inputs: c(*i)))
-        shares = [moved / time / bandwidth for time in times]
-        print(f"{name:28}{shares[0]:10.2f}{len(made.steps):8}{shares[1]:8.2f}" + (f"{shares[2]:9.2f}" if len(shares) > 2 else "") + f"  {error:.2g}", flush=True)
+            peers.append(milliseconds(lambda c=compiled, i=inputs: c(*i)))
+        made = [measure(program, inputs, tuning(text)) for text in ("", *options.set)]
+        shares = [f"{moved / time / bandwidth:9.2f}" for time in peers] + [" " * 9] * (2 - len(peers))
+        ours = [f"{moved / time / bandwidth:11.2f}  {error:.1g}" for _, time, error in made]
+        print(f"{name:28}{made[0][0]:8}" + "".join(shares + ours), flush=True)
+
+
+def tuning(text: str) -> Tuning:
+    """The tuning with what ``text`` ("looped=8192,loop_lane=16") changes."""
+    changes = {key: int(value) for key, _, value in (item.partition("=") for item in text.split(",") if item)}
+    return dataclasses.replace(HOPPER, **changes)
+
+
+def measure(program: Callable[..., Any], inputs: Sequence[torch.Tensor], how: Tuning) -> tuple[int, float, float]:
+    """Number of kernels, milliseconds, and the error against eager."""
+    graph, scalars, indices = record_shapes(program, inputs)
+    made = plan(graph, tuning=how)
+    run, memory = launcher(made, graph, scalars, dict(zip(indices, inputs)))
+    wanted = program(*inputs)
+    first = wanted[0] if isinstance(wanted, (tuple, list)) else wanted
+    run()
+    error = min(distance(memory[v.buffer.index], first) for v in graph.outputs()
+                if v.buffer.nbytes == first.untyped_storage().nbytes())
+    return len(made.steps), milliseconds(run), error
 
 
 if __name__ == "__main__":

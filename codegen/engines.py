@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import importlib
 
-from codegen.engine import Engine, aten
+from codegen.engine import Engine
 
-NAMES = ("aten", "triton")
+# Modules, not functions: Triton takes a second to import, which a program that compiles no kernel should not wait for.
+MODULES = {"aten": "codegen.engine", "triton": "codegen.triton_engine"}
 
 
 def engine(name: str) -> Engine:
-    """The engine called ``name``. Raises KeyError, or ImportError where Triton is not installed."""
-    if name == "aten":
-        return aten
-    if name == "triton":
-        # Triton takes a second to import, which a program that never compiles a kernel should not wait for.
-        return importlib.import_module("codegen.triton_engine").triton
-    raise KeyError(name)
+    """The engine called ``name``. Raises KeyError, or ImportError where what it needs is not installed."""
+    found: Engine = getattr(importlib.import_module(MODULES[name]), name)
+    return found

@@ -8,7 +8,7 @@ from codegen.expressions import function
 from codegen.instructions import Instr, Part
 from codegen.lowering import Lowering, arguments
 from codegen.promotion import HALF
-from codegen.reductions import divide, mean_of, operand_of, reduction, write_kept
+from codegen.reductions import mean_of, operand_of, reduction, write_kept
 from ir_nodes.node import Node
 
 
@@ -29,9 +29,11 @@ def lower_softmax(node: Node, scratch: int) -> list[Part]:
     grown = exp(lowering, shifted)
     total = lowering.reduce("add", grown)
     if node.name == "_softmax":
-        result = divide(lowering, grown, total)
+        name = function("div", value.dtype, node.writes[0].layout.dtype in HALF)
+        result = lowering.expr(f"{name}({{0}}, {{1}})", grown, total, dtype=value.dtype)
     else:
-        result = lowering.expr("{0} - libdevice.log({1})", shifted, total, dtype=value.dtype)
+        logarithm = lowering.expr("libdevice.log({0})", total, dtype=value.dtype)
+        result = lowering.expr("{0} - {1}", shifted, logarithm, dtype=value.dtype)
     lowering.write(0, result)
     return [lowering.part]
 

@@ -44,6 +44,7 @@ class Tile:
     looped: bool
     share: int
     num_warps: int
+    stages: int = 1  # how many steps ahead the loop loads
 
 
 def addressed(body: Body) -> list[Step]:
@@ -149,7 +150,9 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
         block_x = min(max(tuning.tile // block_r, 1), power_of_two(body.kept))
     axis_x, axis_r = Axis(kept, body.kept, block_x), Axis(gone, extent, block_r)
     axes = (axis_r, axis_x, None) if column else (axis_x, axis_r, None)
-    return Tile(dims, strides, axes, 0 if column else 1, looped, share, _warps(block_x * block_r, tuning.loop_lane if looped else tuning.lane))
+    warps = _warps(block_x * block_r, tuning.loop_lane if looped else tuning.lane)
+    stages = tuning.column_stages if looped and column else 1
+    return Tile(dims, strides, axes, 0 if column else 1, looped, share, warps, stages)
 
 
 def _along_kept(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple[bool, ...]) -> bool:

@@ -116,7 +116,8 @@ class SourceWriter(IndexWriter):
             kind = TRITON_TYPES[step.dtype]
             self._line(f"{self._name(step)}_acc = tl.full([B0, B1], {identity(how, step.dtype)}, {kind})")
         start, end = ("begin", "end") if self.tile.share else ("0", self._extent(reduced))
-        self._line(f"for r in range({start}, {end}, B{reduced}):")
+        stages = f", num_stages={self.tile.stages}" if self.tile.stages > 1 else ""
+        self._line(f"for r in tl.range({start}, {end}, B{reduced}{stages}):")
         self._indent += 1
         self._index(reduced, "r", end)
         wanted = self._slice([*reduces, *stores])

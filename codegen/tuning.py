@@ -29,7 +29,8 @@ class Tuning:
     """Choices that depend on the machine. Block sizes are elements a program handles at a time.
 
     ``column_width`` and ``column_tile``: results and elements per step where columns are reduced. ``lane``, ``loop_lane``:
-    elements per thread of a reduction held in registers and of one in a loop. ``programs``: how many programs keep the machine busy. ``persistent``: the longest reduction held in registers.
+    elements per thread of a reduction held in registers and of one in a loop. ``column_stages``: how many steps ahead a loop
+    over rows loads. ``programs``: how many programs keep the machine busy. ``persistent``: the longest reduction held in registers.
     ``split_column`` and ``split_row``: the longest reduction that is left to one program where there are few results;
     ``split_numel``: below so many elements none is split.
     """
@@ -43,6 +44,7 @@ class Tuning:
     column_tile: int = 2048
     lane: int = 16
     loop_lane: int = 8
+    column_stages: int = 3
     programs: int = 528
     split_rows: int = 32
     split_column: int = 128

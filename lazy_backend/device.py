@@ -13,11 +13,27 @@ from lazy_backend import accelerator, api, core, modules, steps
 NAME = "lazysched"
 
 
+class _DeviceContext:
+    """`with torch.lazysched.device(i)`: device ``i`` is the current one inside."""
+
+    def __init__(self, device: torch.device | str | int | None) -> None:
+        self.index = None if device is None else api.device_indices(device)[0]
+
+    def __enter__(self) -> None:
+        self.previous = core.get().current_device()
+        if self.index is not None:
+            core.get().set_device(self.index)
+
+    def __exit__(self, *error: object) -> None:
+        core.get().set_device(self.previous)
+
+
 class DeviceModule(types.ModuleType):
     """`torch.lazysched`: the functions of `torch.cuda` that the device needs. Nothing here loads the native core but what must."""
 
     Event = torch.Event
     Stream = torch.Stream
+    device = _DeviceContext
 
     def __init__(self) -> None:
         super().__init__(f"torch.{NAME}", self.__doc__)
@@ -27,6 +43,10 @@ class DeviceModule(types.ModuleType):
         return True
 
     def is_initialized(self) -> bool:
+        return core.is_started()
+
+    @property
+    def _initialized(self) -> bool:
         return core.is_started()
 
     def init(self) -> None:

@@ -36,7 +36,7 @@ NAME = "lazysched_core"
 SOURCES = Path(__file__).resolve().parent / "csrc"
 KEPT_BUILDS, KEPT_OBJECTS = 8, 200
 MAX_JOBS = 8
-SECONDS_A_FILE = 30  # one file of torch headers at -O2 on a slow core
+SECONDS_A_FILE = 15  # torch's headers at -O2 on a slow core
 INSTALL_COMPILER = "install one (Debian, Ubuntu: `apt install g++`; Fedora: `dnf install gcc-c++`) or name it in CXX"
 INSTALL_PYTHON_H = "install Python's headers (Debian, Ubuntu: `apt install python3-dev`; Fedora: `dnf install python3-devel`)"
 

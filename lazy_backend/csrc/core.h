@@ -97,7 +97,8 @@ struct OpInfo {
   uint64_t name_hash;
   std::vector<ArgInfo> args;
   std::vector<int> return_alias;  // argument that a return is (-1: a new tensor)
-  bool random = false, generator_arg = false, view = false, floats_shape = false, pow_like = false;
+  bool random = false, generator_arg = false, view = false, floats_shape = false, pow_like = false,
+       checks_dtypes = false, indexing = false;
   Recordable recordable = Recordable::Yes;
   bool list_return = false;
 };
@@ -122,6 +123,7 @@ struct Trace {
   std::vector<BufferKind> kinds;
   std::vector<uint8_t> written;
   std::vector<uint8_t> live;  // filled when the recording ends
+  int64_t held_bytes = 0;  // pending results that somebody holds, plus inputs kept alive only by the recording
   hash_t hash{static_cast<uint64_t>(0x1a2f5c)};
   void reset(uint64_t new_id);
   int32_t number(Buffer* b, std::vector<uint64_t>& words);
@@ -181,7 +183,6 @@ class Recorder {
   ProgramPtr find(const CacheKey& key, bool& hit, Trace& trace);
   std::unique_ptr<Trace> trace_, spare_;
   uint64_t next_id_ = 1;
-  int64_t held_bytes_ = 0;  // pending results that somebody holds, plus inputs kept alive only by the recording
   using Entry = std::pair<CacheKey, ProgramPtr>;
   std::list<Entry> lru_;
   std::unordered_map<CacheKey, std::list<Entry>::iterator, CacheKeyHash> cache_;

@@ -94,7 +94,6 @@ void Recorder::flush_locked(const char* kind, const std::string& reason, Site si
       trace = std::move(trace_);
       trace_ = spare_ ? std::move(spare_) : std::make_unique<Trace>();
       trace_->reset(next_id_++);
-      held_bytes_ = 0;
       for (const auto& b : trace->buffers) trace->live.push_back(b->owned ? 1 : 0);
     }
   }

@@ -29,7 +29,11 @@ namespace {
 using at::Tensor;
 using std::optional;
 
-c10::DeviceIndex index_of(const optional<at::Device>& d) { return d && d->has_index() ? d->index() : current_device(); }
+c10::DeviceIndex index_of(const optional<at::Device>& d) {
+  const auto index = d && d->has_index() ? d->index() : current_device();
+  recorder(index);  // raises where there is no such device
+  return index;
+}
 
 void check_layout(const optional<at::Layout>& layout) {
   TORCH_CHECK_NOT_IMPLEMENTED(!layout || *layout == at::kStrided, "lazysched: only strided tensors are recorded, got layout ", *layout);

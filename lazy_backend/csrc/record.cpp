@@ -3,8 +3,11 @@
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/SequenceNumber.h>
 #include <ATen/TensorUtils.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros.h>
 
 #include <cstring>
 #include <shared_mutex>
@@ -47,6 +50,13 @@ bool returns_sizes(const std::string& name) {
          starts(name, "aten::_cudnn_attention");
 }
 
+// Beside pointwise ops: those that refuse some dtypes only when they run.
+bool checked_by_running(const std::string& name) {
+  for (const char* op : {"mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "dot", "_softmax", "_log_softmax", "mean"})
+    if (name == std::string("aten::") + op || starts(name, (std::string("aten::") + op + ".").c_str())) return true;
+  return false;
+}
+
 // Ops whose Meta kernels promise other shapes than the real ones give.
 bool meta_is_wrong(const std::string& name) { return starts(name, "aten::_embedding_bag"); }
 
@@ -63,11 +73,13 @@ OpInfo::OpInfo(const c10::OperatorHandle& op) : handle(op) {
     const auto kind = args.back().kind;
     tensors |= (kind == ArgKind::Tensor || kind == ArgKind::TensorList) && !args.back().out;
     scales |= starts(a.name(), "scale");
-    generator_arg |= args.back().kind == ArgKind::Generator;
+    generator_arg |= kind == ArgKind::Generator;
+    indexing |= kind == ArgKind::OptTensorList;
   }
-  floats_shape = !tensors || (scales && starts(name, "aten::_upsample")) || starts(name, "aten::upsample");
-  pow_like = starts(name, "aten::pow") || starts(name, "aten::_foreach_pow");  // the exponent chooses the formula
   random = op.hasTag(at::Tag::nondeterministic_seeded) || generator_arg;
+  floats_shape = !tensors || (scales && starts(name, "aten::_upsample")) || starts(name, "aten::upsample");
+  checks_dtypes = !random && (op.hasTag(at::Tag::pointwise) || checked_by_running(name));
+  pow_like = starts(name, "aten::pow") || starts(name, "aten::_foreach_pow");  // the exponent chooses the formula
   if (op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output)) recordable = Recordable::DataDependent;
   if (meta_is_wrong(name)) recordable = Recordable::No;
   for (const auto& r : schema.returns()) {
@@ -84,7 +96,7 @@ OpInfo::OpInfo(const c10::OperatorHandle& op) : handle(op) {
     if (kind == c10::TypeKind::ListType) list_return = true;
     bool tensor = kind == c10::TypeKind::TensorType ||
                   (kind == c10::TypeKind::ListType && r.type()->expectRef<c10::ListType>().getElementType()->kind() == c10::TypeKind::TensorType);
-    if (!tensor && !returns_sizes(name) && recordable == Recordable::Yes) recordable = Recordable::ReturnsNumber;
+    if (!tensor && !returns_sizes(name) && recordable != Recordable::No) recordable = Recordable::ReturnsNumber;
   }
 }
 
@@ -143,7 +155,7 @@ TensorMeta describe(const at::Tensor& t) {
 }
 
 at::Tensor to_meta(const at::Tensor& t) {
-  if (!t.defined() || t.device().is_cpu()) return t;  // a 0-d CPU operand stays what it is
+  if (!t.defined() || t.unsafeGetTensorImpl()->is_wrapped_number()) return t;  // Python numbers stay on the CPU, also for Meta
   auto options = at::TensorOptions().dtype(t.scalar_type()).device(c10::kMeta);
   auto m = at::empty_strided(t.sizes(), t.strides(), options);
   if (t.is_conj()) m._set_conj(true);
@@ -167,6 +179,34 @@ IValue map_tensors(const IValue& v, F&& f) {
   return v;
 }
 
+// Meta does not check every dtype. A run on the physical device with each size cut to 1 raises what eager would raise.
+void check_dtypes(const OpInfo& op, const Stack& stack, size_t base) {
+  Stack tiny;
+  auto shrink = [&](const at::Tensor& t) {
+    if (!t.defined() || t.device().type() != kLazy) return t;
+    std::vector<int64_t> size;
+    for (auto n : t.sizes()) size.push_back(std::min<int64_t>(n, 1));
+    return at::zeros(size, at::TensorOptions().dtype(t.scalar_type()).device(physical_device(t.device().index())));
+  };
+  for (size_t i = 0; i < op.args.size(); i++) tiny.push_back(map_tensors(stack[base + i], shrink));
+  op.handle.callBoxed(&tiny);
+}
+
+bool boolean_index(const OpInfo& op, const Stack& stack, size_t base) {
+  for (size_t i = 0; i < op.args.size(); i++) {
+    if (op.args[i].kind != ArgKind::OptTensorList) continue;
+    for (const auto& e : stack[base + i].toListRef())
+      if (e.isTensor() && e.toTensor().defined() && (e.toTensor().scalar_type() == at::kBool || e.toTensor().scalar_type() == at::kByte)) return true;
+  }
+  return false;
+}
+
+InferencePtr no_meta(const std::shared_ptr<Inference>& result) {
+  result->recordable = Recordable::No;
+  result->reason = "its result's shape cannot be inferred without running it (no Meta kernel)";
+  return result;
+}
+
 // Runs the op on Meta once per (op, layouts, constants): checks what eager would check, and yields shapes.
 InferencePtr infer(const OpInfo& op, const Stack& stack, size_t base) {
   PlainDispatch plain;
@@ -178,6 +218,10 @@ InferencePtr infer(const OpInfo& op, const Stack& stack, size_t base) {
   } restore{disabled};
   stats().infers++;
   auto result = std::make_shared<Inference>();
+  if (op.indexing && boolean_index(op, stack, base)) {  // index_put_: Meta refuses masks, but the result is `self` whatever they hold
+    result->returns.push_back({op.return_alias[0], -1, false, {}});
+    return result;
+  }
   Stack metas;
   std::vector<at::Tensor> written;
   std::unordered_map<const void*, at::Tensor> seen;  // one argument given twice stays one tensor
@@ -196,15 +240,14 @@ InferencePtr infer(const OpInfo& op, const Stack& stack, size_t base) {
   Stack args = metas;
   try {
     op.handle.callBoxed(&metas);
-  } catch (const c10::NotImplementedError& e) {
-    if (starts(op.name, "aten::index_put_")) {  // Meta refuses boolean indices, but the result is `self` whatever they hold
-      result->returns.push_back({op.return_alias[0], -1, false, {}});
-      return result;
-    }
-    result->recordable = Recordable::No;
-    result->reason = "its result's shape cannot be inferred without running it (no Meta kernel)";
-    return result;
+  } catch (const c10::NotImplementedError&) {
+    return no_meta(result);
+  } catch (python_error& e) {
+    pybind11::gil_scoped_acquire gil;
+    if (!PyErr_GivenExceptionMatches(e.type, PyExc_NotImplementedError)) throw;
+    return no_meta(result);
   }
+  if (op.checks_dtypes) check_dtypes(op, stack, base);
   for (size_t r = 0; r < op.return_alias.size(); r++) {
     Return ret;
     const auto& v = metas[r];
@@ -315,6 +358,8 @@ c10::DeviceIndex common_device(const OpInfo& op, const Stack& stack, size_t base
   };
   for (size_t i = 0; i < op.args.size(); i++) {
     const auto& v = stack[base + i];
+    if (v.isGenerator())
+      TORCH_CHECK(v.toGenerator().device().type() == kLazy, "Expected a 'lazysched' device type for generator but found '", v.toGenerator().device().type(), "'");
     if (v.isTensor()) look(v.unsafeToTensorImpl(), false);
     else if (v.isTensorList() || v.isOptionalTensorList()) {
       for (const auto& e : v.toListRef())
@@ -326,15 +371,6 @@ c10::DeviceIndex common_device(const OpInfo& op, const Stack& stack, size_t base
   if (found < 0) found = current_device();
   if (foreign) mixed_devices(op, c10::Device(kLazy, found), *foreign);
   return found;
-}
-
-bool boolean_index(const OpInfo& op, const Stack& stack, size_t base) {
-  for (size_t i = 0; i < op.args.size(); i++) {
-    if (op.args[i].kind != ArgKind::OptTensorList) continue;
-    for (const auto& e : stack[base + i].toListRef())
-      if (e.isTensor() && e.toTensor().defined() && (e.toTensor().scalar_type() == at::kBool || e.toTensor().scalar_type() == at::kByte)) return true;
-  }
-  return false;
 }
 
 // Indexing accepts index tensors on the CPU, as on CUDA.
@@ -366,6 +402,7 @@ void Trace::reset(uint64_t new_id) {
   kinds.clear();
   written.clear();
   live.clear();
+  held_bytes = 0;
   hash = hash_t(static_cast<uint64_t>(0x1a2f5c));
 }
 
@@ -378,6 +415,7 @@ int32_t Trace::number(Buffer* b, std::vector<uint64_t>& words) {
   kinds.push_back(kind);
   written.push_back(0);
   b->touched = true;
+  if (kind == BufferKind::Fresh && b->owned) held_bytes += static_cast<int64_t>(b->nbytes);
   words.push_back((static_cast<uint64_t>(kind) << 56) | b->nbytes);
   return b->index;
 }
@@ -423,6 +461,7 @@ void take_shape(const at::Tensor& t, const TensorMeta& m) {
     TORCH_WARN("An output with one or more elements was resized since it had shape ", t.sizes(), ", which does not match the required output shape ",
                at::IntArrayRef(m.size), ". This behavior is deprecated.");
   t.resize_(m.size);
+  t.unsafeGetTensorImpl()->set_sizes_and_strides(m.size, m.stride);
 }
 
 }  // namespace
@@ -449,7 +488,7 @@ void Recorder::on_storage_death(Buffer* b) {
   std::lock_guard<std::mutex> lock(mutex);
   b->owned = false;
   if (b->trace != trace_->id) return;
-  held_bytes_ += trace_->kinds[b->index] == BufferKind::Input ? static_cast<int64_t>(b->nbytes) : -static_cast<int64_t>(b->nbytes);
+  trace_->held_bytes += trace_->kinds[b->index] == BufferKind::Input ? static_cast<int64_t>(b->nbytes) : -static_cast<int64_t>(b->nbytes);
 }
 
 void Recorder::record(const OpInfo& op, Stack* stack) {
@@ -593,7 +632,6 @@ void Recorder::record(const OpInfo& op, Stack* stack) {
     instr.outs = static_cast<int32_t>(t.operands.size());
     for (const auto& o : outs) {
       t.operands.push_back(add_operand(t, o.unsafeGetTensorImpl(), Mode::Write, s.numbers));
-      if (o.defined()) held_bytes_ += static_cast<int64_t>(o.storage().nbytes());
     }
     t.instrs.push_back(instr);
     s.numbers.push_back(static_cast<uint64_t>(torch::lazy::HashReduce(meta_hash)));
@@ -624,7 +662,7 @@ void Recorder::check_limits() {
   const auto& l = limits();
   if (l.eager) return barrier("eager", "LAZYSCHED_MODE=eager runs each op at once");
   if (pending_ops() >= l.max_ops) return barrier("limit", "LAZYSCHED_MAX_OPS ops are recorded");
-  if (l.max_bytes && held_bytes_ > l.max_bytes) return barrier("limit", "LAZYSCHED_MAX_PENDING_BYTES are held by the recording");
+  if (l.max_bytes && trace_->held_bytes > l.max_bytes) return barrier("limit", "LAZYSCHED_MAX_PENDING_BYTES are held by the recording");
 }
 
 // Runs an op that cannot be recorded, on the physical tensors, after what it depends on.
@@ -711,12 +749,10 @@ at::Tensor Recorder::materialise(const at::Tensor& t, const char* kind, const st
 void record_boxed(const c10::OperatorHandle& handle, Stack* stack) {
   const auto& op = op_info(handle);
   const size_t base = stack->size() - op.args.size();
-  bool indexing = false;
-  for (const auto& a : op.args) indexing |= a.kind == ArgKind::OptTensorList;
-  if (indexing) move_indices(op, stack, base);
+  if (op.indexing) move_indices(op, stack, base);
   auto& r = recorder(common_device(op, *stack, base));
   auto recordable = op.recordable;
-  if (indexing && recordable == Recordable::DataDependent && !boolean_index(op, *stack, base)) recordable = Recordable::Yes;
+  if (op.indexing && starts(op.name, "aten::index.")) recordable = boolean_index(op, *stack, base) ? Recordable::DataDependent : Recordable::Yes;
   switch (recordable) {
     case Recordable::Yes: return r.record(op, stack);
     case Recordable::DataDependent: return r.run_now(op, stack, "data_dependent_shape", op.name + ": its result depends on the values");

@@ -1,0 +1,126 @@
+"""What generated sources look like: golden files in words, argument lists, index widths, deterministic text."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+from graphs import kernels, record
+
+from codegen.fuse import plan
+from codegen.kernel import KernelStep, Pointer, Size
+from codegen.tuning import HOPPER, Tuning
+from ir_nodes import Access, BufferKind, Graph, Layout
+
+
+def only(program: Callable[..., Any], *inputs: torch.Tensor, tuning: Tuning = HOPPER) -> KernelStep:
+    recording, _ = record(program, *inputs)
+    (step,) = kernels(plan(recording.graph, tuning=tuning))
+    return step
+
+
+def code(step: KernelStep) -> str:
+    """The kernel's own function."""
+    return step.kernel.source.split("@triton.jit\n")[-1]
+
+
+POINTWISE = '''def pointwise_add_relu(n1, n0, p0, p1, p2, B0: tl.constexpr, B1: tl.constexpr):
+    pid = tl.program_id(0)
+    across = (n1 + B1 - 1) // B1
+    row = pid // across
+    i0 = row * B0 + tl.arange(0, B0)[:, None]
+    m0 = i0 < n0
+    i1 = (pid % across) * B1 + tl.arange(0, B1)[None, :]
+    m1 = i1 < n1
+    t0 = tl.load(p0 + i0 * n1 + i1, mask=m0 & m1).to(tl.float32)
+    t1 = tl.full([], 1.0, tl.float32)
+    t2 = tl.load(p1 + i1, mask=m1).to(tl.float32)
+    t3 = t0 + t1 * t2
+    t4 = t3.to(tl.bfloat16).to(tl.float32)
+    t5 = tl.where(t4 <= 0, 0.0, t4)
+    t6 = t5.to(tl.bfloat16).to(tl.float32)
+    tl.store(p2 + i0 * n1 + i1, t6, mask=m0 & m1)
+'''
+
+SOFTMAX = '''def reduce_softmax(n0, n1, p0, p1, B0: tl.constexpr, B1: tl.constexpr):
+    pid = tl.program_id(0)
+    i0 = pid * B0 + tl.arange(0, B0)[:, None]
+    m0 = i0 < n0
+    i1 = tl.arange(0, B1)[None, :]
+    m1 = i1 < n1
+    t0 = tl.load(p0 + i0 * n1 + i1, mask=m0 & m1)
+    t1 = tl.reduce(tl.where(m1, t0, float("-inf")), 1, _max, keep_dims=True)
+    t2 = t0 - t1
+    t3 = libdevice.exp(t2)
+    t4 = tl.reduce(tl.where(m1, t3, 0.0), 1, _add, keep_dims=True)
+    t5 = tl.math.div_rn(t3, t4)
+    tl.store(p1 + i0 * n1 + i1, t5, mask=m0 & m1)
+'''
+
+COLUMN_SUM = '''def reduce_sum(n1, n0, p0, p1, B0: tl.constexpr, B1: tl.constexpr):
+    pid = tl.program_id(0)
+    i1 = pid * B1 + tl.arange(0, B1)[None, :]
+    m1 = i1 < n1
+    t0_acc = tl.full([B0, B1], 0.0, tl.float32)
+    for r in tl.range(0, n0, B0, num_stages=3):
+        i0 = r + tl.arange(0, B0)[:, None]
+        m0 = i0 < n0
+        t1 = tl.load(p0 + i0 * n1 + i1, mask=m0 & m1)
+        t0_acc = t0_acc + tl.where(m0, t1, 0.0)
+    t0 = tl.reduce(t0_acc, 0, _add, keep_dims=True)
+    tl.store(p1 + i1, t0, mask=m1)
+'''
+
+
+def test_golden_pointwise() -> None:
+    x, b = torch.randn(6, 40).bfloat16(), torch.randn(40).bfloat16()
+    assert code(only(lambda x, b: torch.relu(x + b), x, b)) == POINTWISE
+
+
+def test_golden_softmax() -> None:
+    assert code(only(lambda x: x.softmax(-1), torch.randn(6, 40))) == SOFTMAX
+
+
+def test_golden_looped_column_sum() -> None:
+    assert code(only(lambda x: x.sum(0), torch.randn(100, 40), tuning=Tuning(column_tile=256))) == COLUMN_SUM
+
+
+def test_a_dense_chain_is_flat_whatever_its_shape() -> None:
+    step = only(lambda x: x.view(4, 5, 6) * 2, torch.randn(120))
+    assert "i0" not in code(step) and "%" not in code(step)
+
+
+def test_transposing_copies_use_a_square_tile() -> None:
+    step = only(lambda x: x.t().contiguous(), torch.randn(100, 80))
+    assert dict(step.kernel.constexprs) == {"B0": 64, "B1": 64}
+
+
+def test_divisibility_follows_alignment() -> None:
+    base = torch.randn(4 * 48 + 16)
+
+    def attributes(offset: int) -> tuple[int, int]:
+        step = only(lambda x: x[offset : offset + 96] * 2, base)
+        offsets = [arg.byte_offset for arg in step.args if isinstance(arg, Pointer)]
+        return max(offsets), len(step.kernel.divisible)
+
+    assert attributes(4)[0] == 16 and attributes(1)[0] == 4
+    assert attributes(4)[1] == attributes(1)[1] + 1
+
+
+def test_indices_need_64_bits_beyond_2_to_the_31_elements() -> None:
+    kinds = []
+    for elements in (1 << 30, 1 << 31):
+        graph = Graph()
+        layout = Layout.contiguous(torch.int8, (elements,))
+        source, out = (graph.add_buffer(layout.nbytes, kind, True) for kind in (BufferKind.INPUT, BufferKind.FRESH))
+        graph.record("aten::neg.out", [Access(source, layout), Access(out, layout, "w")])
+        (step,) = kernels(plan(graph))
+        kinds.append({kind for (_, kind), arg in zip(step.kernel.signature, step.args) if isinstance(arg, Size)})
+        assert ("tl.int64" in code(step)) == (elements == 1 << 31)
+    assert kinds == [{"i32"}, {"i64"}]
+
+
+def test_shapes_of_one_pattern_share_a_kernel_and_differ_in_arguments_only() -> None:
+    steps = [only(lambda x, y: (x * 2 + y).sum(-1), torch.randn(n, 512, 80), torch.randn(80)) for n in (2, 3)]
+    assert steps[0].kernel == steps[1].kernel
+    assert [arg for arg in steps[0].args if isinstance(arg, Size)] != [arg for arg in steps[1].args if isinstance(arg, Size)]
