@@ -83,7 +83,8 @@ class BodyBuilder:
         self.group = group
         self.body = Body(group.numel, group.reduced)
         self._made: dict[int, Step] = {}
-        self._current: dict[PlaceKey, Step] = {}  # what a place holds now: loaded before or written by the group
+        self._current: dict[PlaceKey, Step] = {}  # what the group wrote to a place
+        self._loaded: dict[tuple[PlaceKey, int], Step] = {}
         self._written: dict[PlaceKey, list[tuple[MemAccess, int]]] = {}
         self._inputs: dict[tuple[object, ...], Step] = {}
 
@@ -141,10 +142,13 @@ class BodyBuilder:
         assert access is not None
         form = self._full(access.form, level)
         place = self._place(access, form)
-        if place not in self._current:
+        if place in self._current:
+            return self._current[place]
+        key = (place, level if self.group.split else FULL)  # a split reduction's two kernels load for themselves
+        if key not in self._loaded:
             step = Step("load", instr.dtype, self._loosest(form, level), access=access, form=form, kept_form=access.form)
-            self._current[place] = self.body.add(step)
-        return self._current[place]
+            self._loaded[key] = self.body.add(step)
+        return self._loaded[key]
 
     def _loosest(self, form: Form, level: int) -> int:
         """A load that does not change along the reduced dimensions belongs outside the loop over them."""

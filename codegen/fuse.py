@@ -29,7 +29,8 @@ LoadKey = tuple[object, ...]
 def plan(graph: Graph, order: Iterable[tuple[Node, Node]] = (), tuning: Tuning = HOPPER) -> Plan:
     """Kernels and extern calls for ``graph``, in an order that keeps data flow, overwrites and the extra edges ``order``.
 
-    ``order`` holds (earlier, later) pairs that data flow does not show: collectives, segments.
+    ``order`` holds (earlier, later) pairs that data flow does not show: collectives, segments; ``graph.nodes`` already keeps
+    them.
     """
     units = lower_all(graph)
     add_dependencies(graph, units, order)
@@ -83,7 +84,8 @@ def needed_values(unit: Unit) -> list[Value]:
     if unit.part is None:
         return list(unit.node.inputs())
     mine = dict.fromkeys(written_values(unit))
-    bases = [write.base for write in unit.node.all_writes() if write.base is not None and write.value in mine]
+    partial = [write for write in unit.node.all_writes() if not write.layout.covers(write.value.buffer.nbytes)]
+    bases = [write.base for write in partial if write.base is not None and write.value in mine]
     return [access.value for mode, access in unit.part.accesses() if mode == "r"] + bases
 
 

@@ -38,9 +38,6 @@ class MemAccess:
     def key(self) -> tuple[object, ...]:
         return (self.value, self.form, self.dtype, self.byte_offset, self.level)
 
-    def same_elements(self, other: "MemAccess") -> bool:
-        return self.form == other.form and self.dtype is other.dtype and self.byte_offset == other.byte_offset
-
     def overlaps(self, other: "MemAccess") -> bool:
         return self.low < other.high and other.low < self.high
 

@@ -34,15 +34,19 @@ def base_name(node: Node) -> str:
 def lower_pointwise(node: Node) -> Part:
     """The part of an elementwise node. Raises Unsupported with the reason where the table has no row for it."""
     row = ROWS.get(base_name(node))
-    if row is None or (row.text == "" or len(node.writes) != 1 or node.effects):
+    if row is None or len(node.writes) != 1:
         raise Unsupported(f"no kernel for {node.target}")
-    args = arguments(node)
-    out = node.writes[0].layout
+    return lower_row(node, row, arguments(node), 0)
+
+
+def lower_row(node: Node, row: Row, args: Mapping[str, Any], index: int) -> Part:
+    """The part that computes ``node.writes[index]`` by ``row`` from ``args``, which are named as in the row's text."""
+    out = node.writes[index].layout
     lowering = Lowering(node, out.size)
     dtype = _dtype(row, args, out.dtype)
     constants = {name: arg for name, arg in args.items() if not isinstance(arg, (Operand, ScalarInput))}
     text = row.text(Case(compute_dtype(dtype), constants)) if callable(row.text) else row.text
-    lowering.write(0, _evaluate(lowering, row, text, args, dtype, out.dtype))
+    lowering.write(index, _evaluate(lowering, row, text, args, dtype, out.dtype))
     return lowering.part
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import os
 import threading
 from pathlib import Path
 from typing import Any, Sequence
@@ -51,19 +49,15 @@ def triton(graph: Graph, context: Context) -> tuple[list[Emit], list[int]]:
 
 
 def compile_all(kernels: Sequence[Kernel], context: Context) -> dict[Kernel, Compiled]:
-    """Compile what is not compiled yet, in parallel. Raises KernelCompileError."""
-    missing = [kernel for kernel in kernels if (kernel, context.device) not in _compiled]
+    """Compile what is not compiled yet, one after the other: Triton's compiler is not safe in threads.
 
-    def build(kernel: Kernel) -> None:
-        with torch.cuda.device(context.device):
-            result = compile_kernel(kernel, context.kernel_dir)
-        with _lock:
-            _compiled[kernel, context.device] = result
-
-    with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1, len(missing)))) as pool:
-        list(pool.map(build, missing))
-    for kernel in missing:
-        show(kernel, context)
+    Raises KernelCompileError.
+    """
+    for kernel in kernels:
+        with _lock, torch.cuda.device(context.device):
+            if (kernel, context.device) not in _compiled:
+                show(kernel, context)
+                _compiled[kernel, context.device] = compile_kernel(kernel, context.kernel_dir)
     return {kernel: _compiled[kernel, context.device] for kernel in kernels}
 
 
