@@ -22,7 +22,7 @@ class Step:
     """An instruction of a body. ``form`` is the address pattern over the full space (loads, stores, gathers, coords).
 
     ``phase`` counts the reductions that must be complete before it. ``stage``: "load", "store", "gather", "expr",
-    "reduce", "coord", "scalar", "host", "size" as for `codegen.instructions.Instr`.
+    "reduce", "coord", "scalar", "size" as for `codegen.instructions.Instr`.
     """
 
     stage: str
@@ -127,7 +127,7 @@ class BodyBuilder:
             return self._gather(instr, args[0])
         if instr.kind == "coord":
             return self._coord(unit, instr.payload, level)
-        if instr.kind in ("scalar", "host", "size"):
+        if instr.kind in ("scalar", "size"):
             key = (instr.kind, instr.payload, instr.dtype)
             if key not in self._inputs:
                 self._inputs[key] = self.body.add(Step(instr.kind, instr.dtype, UNIFORM, payload=instr.payload))

@@ -102,6 +102,7 @@ def add_dependencies(graph: Graph, units: Sequence[Unit], order: Iterable[tuple[
     producer: dict[Value, Unit] = {}
     users: dict[Value, dict[Unit, None]] = {}
     by_node: dict[Node, list[Unit]] = {}
+    overwritten = {new: old for values in graph.values for old, new in zip(values, values[1:])}  # passes leave gaps in versions
     for unit in units:
         by_node.setdefault(unit.node, []).append(unit)
         for value in needed_values(unit):
@@ -110,8 +111,8 @@ def add_dependencies(graph: Graph, units: Sequence[Unit], order: Iterable[tuple[
             users.setdefault(value, {})[unit] = None
         for value in written_values(unit):
             producer[value] = unit
-            if value.buffer.index >= 0 and value.version > 0:
-                old = graph.values[value.buffer.index][value.version - 1]
+            old = overwritten.get(value)
+            if old is not None:
                 unit.before.update(users.get(old, {}))
                 if old in producer:
                     unit.before[producer[old]] = None

@@ -44,7 +44,7 @@ class MemAccess:
 
 @dataclass(slots=True, eq=False)
 class Instr:
-    """``kind``: "load", "store", "gather", "expr", "reduce", "coord", "scalar", "host", "size".
+    """``kind``: "load", "store", "gather", "expr", "reduce", "coord", "scalar", "size".
 
     ``text`` is an expression over {0}, {1}, ... (expr) or the combining function's name (reduce). ``dtype`` is what the
     result is held in. ``payload`` is the kind's own datum: the interval of a coord, the scalar's index, the size.

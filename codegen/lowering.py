@@ -17,7 +17,7 @@ from codegen.forms import Reduced
 from codegen.instructions import FULL, KEPT, UNIFORM, Instr, MemAccess, Part
 from codegen.promotion import COMPUTABLE, HALF, TRITON_TYPES, compute_dtype
 from ir_nodes.layout import Layout
-from ir_nodes.node import BufferKind, Node, Operand, ScalarInput, Target, Value
+from ir_nodes.node import Node, Operand, ScalarInput, Target, Value
 
 _FILLS: dict[str, str | int] = {
     "fill_": "value", "full": "fill_value", "full_like": "fill_value", "scalar_tensor": "s",
@@ -106,25 +106,14 @@ class Lowering:
         return MemAccess(value, form, layout.dtype, layout.offset * layout.itemsize, level, *byte_span(layout))
 
     def load(self, operand: Operand, level: int = FULL) -> Instr:
-        """The operand's elements in their compute dtype; a 0-d host tensor becomes a kernel argument."""
+        """The operand's elements in their compute dtype."""
         layout = operand.layout
-        if operand.value.buffer.kind is BufferKind.HOST:
-            return self._host(operand)
         filled = fill_of(operand)
         if filled is not None:
             return self.read(filled, layout.dtype)
         access = self.access(operand.value, layout, level)
         rounded = layout.dtype if layout.dtype in HALF else None
         return self._add(Instr("load", compute_dtype(layout.dtype), level, access=access, rounded=rounded))
-
-    def _host(self, operand: Operand) -> Instr:
-        layout = operand.layout
-        if layout.numel != 1 or layout.dtype not in COMPUTABLE or operand.value.producer is not None:
-            raise Unsupported(f"host tensor {layout}")
-        dtype = layout.dtype
-        held = dtype if dtype is torch.float64 else torch.float32 if dtype.is_floating_point else torch.int64
-        payload = (operand.value, layout.offset * layout.itemsize, dtype)
-        return self._add(Instr("host", held, UNIFORM, payload=payload))
 
     def scalar(self, number: ScalarInput, dtype: torch.dtype) -> Instr:
         """A number input as ``dtype``."""

@@ -205,7 +205,7 @@ def test_extra_order_edges_hold() -> None:
     assert [step.node if isinstance(step, ExternStep) else step.nodes[0] for step in made.steps] == [first, middle, last]
 
 
-# Hand-made graphs: `out=` overloads, number inputs, 0-d host tensors
+# Hand-made graphs: `out=` overloads, number inputs
 
 
 def whole(graph: Graph, dtype: torch.dtype, size: tuple[int, ...], kind: BufferKind, live: bool = False) -> Access:
@@ -213,20 +213,18 @@ def whole(graph: Graph, dtype: torch.dtype, size: tuple[int, ...], kind: BufferK
     return Access(graph.add_buffer(layout.nbytes, kind, live), layout)
 
 
-def test_out_overloads_number_inputs_and_host_scalars() -> None:
+def test_out_overloads_and_number_inputs() -> None:
     graph = Graph()
     x = whole(graph, torch.float32, (5, 3), BufferKind.INPUT)
-    host = whole(graph, torch.float64, (), BufferKind.HOST)
     inner, out = (whole(graph, torch.float32, (5, 3), BufferKind.FRESH, live) for live in (False, True))
-    alpha, low = graph.add_scalar("float"), graph.add_scalar("int")
-    graph.record("aten::add.out", [x, host, alpha, Access(inner.buffer, inner.layout, "w")])
+    number, alpha, low = graph.add_scalar("float"), graph.add_scalar("float"), graph.add_scalar("int")
+    graph.record("aten::add.out", [x, number, alpha, Access(inner.buffer, inner.layout, "w")])
     graph.record("aten::clamp.out", [inner, low, None, Access(out.buffer, out.layout, "w")])
     made = plan(graph)
     assert len(kernels(made)) == 1 and not externs(made)
     values = data(5, 3)
-    number = torch.tensor([0.7], dtype=torch.float64)
-    given = {x.buffer.index: values.view(torch.uint8).view(-1), host.buffer.index: number.view(torch.uint8)}
-    memory = execute(Recording(graph, given, [2.0, 1]), made)
+    given = {x.buffer.index: values.view(torch.uint8).view(-1)}
+    memory = execute(Recording(graph, given, [0.7, 2.0, 1]), made)
     torch.testing.assert_close(typed(memory[out.buffer.index], values), (values + 2.0 * 0.7).clamp(min=1))
     compile_all(made)
 

@@ -123,6 +123,8 @@ void Program::call(const Call& c, std::vector<c10::Storage>& slots, Trace& trace
   {
     std::optional<LentState> lent;
     if (c.generator >= 0 && !c.op->generator_arg && physical_type() == c10::kCPU) lent.emplace(trace.buffers[c.generator]->generator);
+    // An op with several outputs hands back references to its arguments after it has dropped them from the stack.
+    const Stack held = c.op->return_alias.size() > 1 ? stack : Stack();
     c.op->handle.callBoxed(&stack);
   }
   if (c.outs == static_cast<int32_t>(c.views.size())) return;

@@ -189,6 +189,7 @@ void check_dtypes(const OpInfo& op, const Stack& stack, size_t base) {
     return at::zeros(size, at::TensorOptions().dtype(t.scalar_type()).device(physical_device(t.device().index())));
   };
   for (size_t i = 0; i < op.args.size(); i++) tiny.push_back(map_tensors(stack[base + i], shrink));
+  const Stack held = tiny;  // see Program::call
   op.handle.callBoxed(&tiny);
 }
 
