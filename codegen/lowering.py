@@ -110,7 +110,7 @@ class Lowering:
         layout = operand.layout
         filled = fill_of(operand)
         if filled is not None:
-            return self.read(filled, layout.dtype)
+            return self.cast(self.read(filled, compute_dtype(layout.dtype)), layout.dtype)
         access = self.access(operand.value, layout, level)
         rounded = layout.dtype if layout.dtype in HALF else None
         return self._add(Instr("load", compute_dtype(layout.dtype), level, access=access, rounded=rounded))
@@ -165,6 +165,8 @@ class Lowering:
             return self.expr(literal(cast), dtype=held)
         if held is torch.bool:
             return self.expr("({0} != 0)", value, dtype=held)
+        if held not in TRITON_TYPES:
+            raise Unsupported(f"a cast to {str(held).removeprefix('torch.')}")
         converted = self.expr(f"{{0}}.to({TRITON_TYPES[held]})", value, dtype=held)
         if held is torch.float32 and value.dtype in (torch.bool, torch.uint8, torch.int8):
             converted.rounded = None

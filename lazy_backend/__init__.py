@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
-import barriers
-import codegen
-import ir_nodes
-
-for _sibling in (barriers, codegen, ir_nodes):
-    if Path(_sibling.__file__ or "").resolve().parent.parent != Path(__file__).resolve().parent.parent:
+for _name in ("ir_nodes", "barriers", "codegen"):
+    _spec = find_spec(_name)
+    _found = "nothing" if _spec is None else _spec.origin or str(_spec.submodule_search_locations)
+    if Path(_found).resolve().parent.parent != Path(__file__).resolve().parent.parent:
         raise ImportError(
-            f"lazysched needs its own package {_sibling.__name__!r}, but another one is found first: {_sibling.__file__}. "
+            f"lazysched needs its own package {_name!r}, but this is found first: {_found}. "
             "Remove that folder from sys.path or uninstall it."
         )
 
@@ -31,5 +30,3 @@ barriers = barriers_fired  # the user's function hides the package of the same n
 register()
 
 __all__ = ["barriers", "debug", "mark_step", "metrics_report", "stats", "sync", "wait_device_ops"]
-
-

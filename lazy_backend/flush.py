@@ -43,8 +43,11 @@ def plan_steps(graph: Graph, recording: Recording, engine: str, device: int) -> 
     context = Context(recording, core.physical_is_cuda(), device, now.cache_dir / "kernels", show)
     try:
         return engines.engine(engine)(graph, context)
-    except (EngineError, ImportError) as error:
-        warnings.warn(f"lazysched: the {engine} engine gives up on a graph of {len(graph.nodes)} nodes, which the aten engine runs instead: {error}",
+    except Exception as error:  # a kernel that cannot be made must not cost the user the step
+        if engine == "aten":
+            raise
+        cause = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+        warnings.warn(f"lazysched: the {engine} engine gives up on a graph of {len(graph.nodes)} nodes, which the aten engine runs instead: {cause}",
                       RuntimeWarning, stacklevel=2)
         return engines.engine("aten")(graph, context)
 

@@ -28,11 +28,11 @@ from types import ModuleType
 
 import filelock
 import torch
-from torch.utils.cpp_extension import include_paths, library_paths
 
 from ir_nodes import settings
 
 NAME = "lazysched_core"
+TORCH = Path(torch.__file__).resolve().parent  # asked here: torch.utils.cpp_extension imports setuptools, which may be missing
 SOURCES = Path(__file__).resolve().parent / "csrc"
 KEPT_BUILDS, KEPT_OBJECTS = 8, 200
 MAX_JOBS = 8
@@ -121,7 +121,8 @@ def version_of(compiler: tuple[str, ...]) -> str:
 
 def compile_flags(name: str) -> tuple[str, ...]:
     """Torch 2.13 builds itself as C++20, and the headers of 2.11 take it too."""
-    includes = [*include_paths(), sysconfig.get_path("include"), sysconfig.get_path("platinclude")]
+    torch_includes = (TORCH / "include", TORCH / "include" / "torch" / "csrc" / "api" / "include")
+    includes = [*map(str, torch_includes), sysconfig.get_path("include"), sysconfig.get_path("platinclude")]
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
     return ("-std=c++20", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden",
             f"-DTORCH_EXTENSION_NAME={name}", "-DTORCH_API_INCLUDE_EXTENSION_H", f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
@@ -130,9 +131,7 @@ def compile_flags(name: str) -> tuple[str, ...]:
 
 def link_flags() -> tuple[str, ...]:
     """The C++ runtime that torch runs on comes first: some toolchains link a static one, whose streams crash beside it."""
-    folders = library_paths()
-    return ("-shared", *loaded_runtime(), *(f"-L{path}" for path in folders), *(f"-Wl,-rpath,{path}" for path in folders),
-            "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python")
+    return ("-shared", *loaded_runtime(), f"-L{TORCH / 'lib'}", f"-Wl,-rpath,{TORCH / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python")
 
 
 def loaded_runtime() -> list[str]:

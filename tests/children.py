@@ -17,11 +17,16 @@ ROOT = Path(__file__).resolve().parents[1]
 PATHS = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples")]  # as for pytest
 
 
-def run(program: str, *, paths: list[str] = PATHS, **values: Any) -> subprocess.CompletedProcess[str]:
-    """``program`` in a fresh interpreter with ``paths`` first on its path and the settings ``values``, by field name."""
-    environment = settings.child_environment(**values)
+def run(program: str, *, paths: list[str] = PATHS, variables: dict[str, str] | None = None,
+        **values: Any) -> subprocess.CompletedProcess[str]:
+    """``program`` in a fresh interpreter with ``paths`` first on its path and the settings ``values``, by field name.
+
+    ``variables`` are further environment variables. The working folder, which Python searches first, is one without packages.
+    """
+    environment = settings.child_environment(**values) | (variables or {})
     environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [environment.get("PYTHONPATH")])])
-    return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run([sys.executable, "-c", program], env=environment, cwd=ROOT / ".ci", capture_output=True, text=True,
+                          timeout=300, check=False)
 
 
 def call(function: Callable[[], None], **values: Any) -> subprocess.CompletedProcess[str]:
