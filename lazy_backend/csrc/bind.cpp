@@ -19,14 +19,12 @@ void start_autograd_threads();
 
 namespace {
 
-// What Python gave: compile(trace, device), log(), read_schema(name). Kept for ever, as the core may outlive Python.
+// What Python gave: compile(trace, device), log(barrier's fields), read_schema(name). Kept for ever, as the core may outlive Python.
 py::object *compiler_ = nullptr, *logger_ = nullptr, *schema_reader_ = nullptr;
 
 auto keeper(py::object*& slot) {
   return [&slot](py::object f) { delete std::exchange(slot, new py::object(std::move(f))); };
 }
-
-// ---- recordings as Python reads them: plain tuples, put together by trace.py -----------------------------------------------
 
 template <class T, class F>
 py::list to_list(const std::vector<T>& all, F&& f) {
@@ -75,8 +73,6 @@ Trace trace_for(const std::vector<at::Tensor>& tensors, DeviceIndex device) {
   return copy;
 }
 
-// ---- building programs ---------------------------------------------------------------------------------------------------
-
 using LaunchArgs = std::vector<std::tuple<std::string, int32_t, int64_t>>;
 
 // `args`: ("ptr", slot, byte offset) | ("fp32" | "fp64" | "i64", scalar index or -1, value)
@@ -110,8 +106,6 @@ void add_python(Program& p, py::function fn, int32_t instr) {
   p.steps.push_back({Program::Python{run}, instr});
 }
 
-// ---- the rest ----------------------------------------------------------------------------------------------------------------
-
 // As nn.Module.to does for devices that PyTorch knows: `p` keeps its identity and takes over the contents of `other`.
 void set_data(const at::Tensor& p, const at::Tensor& other) {
   if (auto* meta = torch::autograd::impl::get_autograd_meta(p)) {
@@ -132,23 +126,6 @@ py::dict read_stats() {
   return d;
 }
 
-// Barriers that Python has not read yet.
-std::mutex log_mutex;
-std::vector<BarrierEvent>& unread() {
-  static auto* events = new std::vector<BarrierEvent>();
-  return *events;
-}
-py::list take_barriers() {
-  std::vector<BarrierEvent> taken;
-  {
-    std::lock_guard<std::mutex> lock(log_mutex);
-    taken.swap(unread());
-  }
-  return to_list(taken, [](const BarrierEvent& e) {
-    return py::make_tuple(e.kind, e.reason, describe_site(e.site), e.ops, e.device, e.milliseconds, e.hit);
-  });
-}
-
 void start(bool cuda, int count) {
   init_device(cuda, count);
   install_hooks();
@@ -163,20 +140,11 @@ void start(bool cuda, int count) {
 
 }  // namespace
 
-// Python reads events when somebody asks, when they pile up, or at once under a debug level.
-void log_barrier(BarrierEvent e) {
-  constexpr size_t kMany = 1024;
-  bool full = false;
-  {
-    std::lock_guard<std::mutex> lock(log_mutex);
-    if (unread().size() >= 4 * kMany) unread().clear();  // nobody reads them
-    unread().push_back(std::move(e));
-    full = unread().size() >= kMany;
-  }
-  if (!(full || limits.log) || !logger_) return;
+void log_barrier(const BarrierEvent& e) {
+  if (!logger_) return;
   py::gil_scoped_acquire gil;
   try {
-    (*logger_)();
+    (*logger_)(e.kind, e.reason, describe_site(e.site), e.ops, e.milliseconds, e.hit);
   } catch (py::error_already_set& error) {
     error.discard_as_unraisable("lazysched's barrier log");
   }
@@ -215,8 +183,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   m.doc() = "lazysched's native core: records ops, runs programs.";
   m.def("init", &start);
-  m.def("configure", [](int64_t max_ops, int64_t max_bytes, bool eager, size_t cache_size, bool frames, bool log) {
-    limits = {max_ops, max_bytes, eager, log, cache_size};
+  m.def("configure", [](int64_t max_ops, int64_t max_bytes, bool eager, size_t cache_size, bool frames) {
+    limits = {max_ops, max_bytes, eager, cache_size};
     set_capture(frames);
   });
   m.def("set_compiler", keeper(compiler_));
@@ -235,7 +203,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("clear_cache", [](DeviceIndex i) { recorder(i).clear_cache(); }, no_gil);
   m.def("stats", &read_stats);
   m.def("reset_stats", [] { for (auto& s : stats) s = 0; });
-  m.def("take_barriers", &take_barriers);
   m.def("trace_for", &trace_for);
   py::class_<Trace>(m, "Trace")
       .def("instrs", &instrs).def("args", &args).def("operands", &operands).def("scalars", &scalars).def("buffers", &buffers);

@@ -141,7 +141,7 @@ using ProgramPtr = std::shared_ptr<Program>;
 struct BarrierEvent {
   std::string kind, reason;
   Site site;
-  int64_t ops = 0, device = 0;
+  int64_t ops = 0;
   double milliseconds = 0;
   bool hit = false;
 };
@@ -226,7 +226,7 @@ at::Tensor wrap_physical(const at::Tensor& t, DeviceIndex device);  // a lazy te
 
 struct Limits {
   int64_t max_ops = 20000, max_bytes = 0;
-  bool eager = false, log = false;
+  bool eager = false;
   size_t cache_size = 256;
 };
 inline Limits limits;
@@ -235,7 +235,7 @@ enum Stat { kRecorded, kCompiles, kCacheHits, kNodesRun, kNodesDead, kKernelsRun
 inline std::array<std::atomic<int64_t>, kStats> stats;
 void count(const std::string& counter);  // in torch._lazy.metrics
 
-void log_barrier(BarrierEvent event);
+void log_barrier(const BarrierEvent& event);                 // calls Python; takes the GIL
 ProgramPtr compile_trace(Trace& trace, DeviceIndex device);  // calls Python; takes the GIL
 
 // Below every key that could divert a physical op back to Python, autograd or autocast; on the device's physical twin.

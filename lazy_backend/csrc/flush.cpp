@@ -21,14 +21,7 @@ bool covers(const CacheKey& kept, const CacheKey& wanted) {
 }  // namespace
 
 // torch_xla's counter names, in torch._lazy.metrics.
-void count(const std::string& name) {
-  static auto* all = new std::unordered_map<std::string, torch::lazy::Counter*>();
-  static std::mutex m;
-  std::lock_guard<std::mutex> lock(m);
-  auto& counter = (*all)[name];
-  if (!counter) counter = new torch::lazy::Counter(name);
-  counter->AddValue(1);
-}
+void count(const std::string& name) { torch::lazy::Counter(name).AddValue(1); }
 
 size_t CacheKeyHash::operator()(const CacheKey& k) const {
   return torch::lazy::HashReduce(torch::lazy::HashBlock(k.live.data(), k.live.size(), k.hash));
@@ -106,9 +99,9 @@ void Recorder::settle(std::unique_ptr<Trace> trace, const std::string* error) {
 }
 
 void Recorder::flush_locked(const char* kind, const std::string& reason, Site site) {
-  BarrierEvent event{kind, reason, site, 0, index};
+  BarrierEvent event{kind, reason, site};
   auto trace = take_trace();
-  if (!trace) return log_barrier(std::move(event));
+  if (!trace) return log_barrier(event);
   event.ops = static_cast<int64_t>(trace->instrs.size());
   stats[kFlushes]++;
   const auto start = Clock::now();
@@ -137,7 +130,7 @@ void Recorder::flush_locked(const char* kind, const std::string& reason, Site si
   }
   settle(std::move(trace), error ? &message : nullptr);
   event.milliseconds = std::chrono::duration<double, std::milli>(Clock::now() - start).count();
-  log_barrier(std::move(event));
+  log_barrier(event);
   if (error) std::rethrow_exception(error);
 }
 

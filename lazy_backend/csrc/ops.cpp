@@ -59,8 +59,6 @@ Tensor efficient_zeros(c10::IntArrayRef size, optional<at::ScalarType> dtype, op
   return empty_memory_format(size, dtype, layout, device, pin, std::nullopt).zero_();
 }
 
-// ---- copies -----------------------------------------------------------------------------------------------------------
-
 void record_copy(const Tensor& dst, const Tensor& src) {
   static const auto copy = c10::Dispatcher::singleton().findSchemaOrThrow("aten::copy_", "");
   Stack stack{dst, src, false};
@@ -118,8 +116,6 @@ at::Scalar local_scalar_dense(const Tensor& self) {
   return bytes.item();
 }
 
-// ---- storages -----------------------------------------------------------------------------------------------------------
-
 // The storage takes the bytes that the tensor's shape needs.
 void grow_storage(const Tensor& t) {
   const size_t need = at::detail::computeStorageNbytes(t.sizes(), t.strides(), t.element_size(), t.storage_offset());
@@ -150,8 +146,6 @@ Tensor& set_nothing(Tensor& self) {
   return set_storage(self, make_empty({0}, self.scalar_type(), self.device().index(), std::nullopt).storage(), 0, {0}, {1});
 }
 void record_stream(Tensor&, c10::Stream) {}  // memory is reused in the order of the one stream that runs a recording
-
-// ---- composites that must stay whole, or must choose what the physical device would choose ---------------------------------
 
 // Shape-only stand-in on the physical device, for choosing a kernel.
 Tensor shadow(const Tensor& t) {

@@ -81,33 +81,28 @@ struct Runner {
     }
   }
 
-  // The result's own storage where nothing else shares it and it has the layout that was promised, else a copy.
-  c10::Storage keep(const at::Tensor& got, const Operand& want, bool shared, const OpInfo& op) const {
+  // The result's own storage where nothing else holds it and it has the layout that was promised, else a copy.
+  c10::Storage keep(const at::Tensor& got, const Operand& want, const OpInfo& op) const {
     const auto size = trace.sizes(want), stride = trace.strides(want);
-    const bool plain = got.storage_offset() == 0 && !got.is_conj() && !got.is_neg();
-    if (!shared && plain && got.scalar_type() == want.dtype && got.sizes() == size && got.strides() == stride) return got.storage();
+    const bool own = got.storage().use_count() == 1 && got.storage_offset() == 0 && !got.is_conj() && !got.is_neg();
+    if (own && got.scalar_type() == want.dtype && got.sizes() == size && got.strides() == stride) return got.storage();
     TORCH_CHECK(got.sizes() == size, op.name, " promised a result of shape ", size, " and gave ", got.sizes());
     // Attention returns its random seed in host memory and wants it back there, so the device is the op's own choice.
     auto fresh = at::empty_strided(size, stride, at::TensorOptions().dtype(want.dtype).device(got.device()));
     return fresh.copy_(got).storage();
   }
 
-  void take_results(const Instr& in, const Stack& stack, const Program::Call& call) {
-    std::vector<at::Tensor> results;
+  // `slot`: that of the op's first new output.
+  void take_results(const Instr& in, const Stack& stack, const int32_t* slot) {
+    const Operand* want = trace.operands.data() + in.outs;
+    const int32_t* end = slot + in.n_outs;
     for (size_t r = 0; r < stack.size(); r++) {
-      if (in.op->return_alias[r] >= 0) continue;
-      if (stack[r].isTensor() || stack[r].isTensorList())
-        for (const auto& e : elements(stack[r])) results.push_back(e.toTensor());
-    }
-    const size_t inputs = call.slots.size() - in.n_outs;
-    for (size_t k = 0; k < results.size() && inputs + k < call.slots.size(); k++) {
-      const int32_t slot = call.slots[inputs + k];
-      if (slot < 0 || !results[k].defined()) continue;
-      auto same = [&](const c10::Storage& s) { return s && s.is_alias_of(results[k].storage()); };
-      bool shared = false;
-      for (size_t v = 0; v < inputs; v++) shared |= call.slots[v] >= 0 && same(slots[call.slots[v]]);
-      for (size_t j = 0; j < k; j++) shared |= results[j].defined() && same(results[j].storage());
-      slots[slot] = keep(results[k], trace.operands[in.outs + k], shared, *in.op);
+      if (in.op->return_alias[r] >= 0 || !(stack[r].isTensor() || stack[r].isTensorList())) continue;
+      for (const auto& e : elements(stack[r])) {
+        if (slot == end) return;
+        if (*slot >= 0 && is_tensor(e)) slots[*slot] = keep(e.toTensor(), *want, *in.op);
+        slot++, want++;
+      }
     }
   }
 
@@ -123,7 +118,7 @@ struct Runner {
       if (lend) lent.emplace(trace.buffers[in.generator]->generator);
       in.op->handle.callBoxed(&stack);
     }
-    if (in.n_outs) take_results(in, stack, call);
+    take_results(in, stack, slot);
   }
 
   uint64_t launch_word(const Program::LaunchArg& a) {

@@ -1,6 +1,7 @@
 // Records one op: hash, shapes, operands, new outputs. Runs for every op.
 #include "infer.h"
 #include <ATen/SequenceNumber.h>
+#include <ATen/ops/_local_scalar_dense_native.h>
 #include <c10/core/DefaultDtype.h>
 
 #include <bit>
@@ -23,8 +24,6 @@ const OpInfo& op_info(const c10::OperatorHandle& op) {
 }
 
 namespace {
-
-// ---- hashing ------------------------------------------------------------------------------------------------------------
 
 // One word a kind of value, so that no two calls read alike.
 enum Word : uint64_t { kNone = 1, kInt, kFalse, kTrue, kDouble, kComplex, kOther, kUndefined, kForeign, kWrapped, kDevice, kGenerator, kNumber };
@@ -108,8 +107,6 @@ hash_t hash_call(const OpInfo& op, const IValue* args) {
   return torch::lazy::HashBlock(words.data(), words.size() * sizeof(uint64_t), hash_t(static_cast<uint64_t>(7)));
 }
 
-// ---- devices --------------------------------------------------------------------------------------------------------------
-
 [[noreturn]] void mixed_devices(const OpInfo& op, const c10::Device& a, const c10::Device& b) {
   TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ", a, " and ", b,
               "! (when recording ", op.name, ")");
@@ -153,21 +150,7 @@ void move_indices(const OpInfo& op, IValue* args) {
   }
 }
 
-IValue read_host(const at::Tensor& t) {
-  switch (t.scalar_type()) {
-    case at::kDouble: return *t.const_data_ptr<double>();
-    case at::kFloat: return static_cast<double>(*t.const_data_ptr<float>());
-    case at::kLong: return *t.const_data_ptr<int64_t>();
-    case at::kBool: return *t.const_data_ptr<bool>();
-    default: break;
-  }
-  PlainDispatch plain;  // not into Python: the caller holds the recorder's mutex
-  return t.item();
-}
-
 }  // namespace
-
-// ---- the recording --------------------------------------------------------------------------------------------------------
 
 void Trace::reset(uint64_t new_id) {
   auto clear = [](auto&... all) { (all.clear(), ...); };  // memory is kept for the next recording
@@ -213,7 +196,7 @@ void Trace::add_arg(const ArgInfo& info, const IValue& v, Instr& instr, std::vec
       if (v.unsafeToTensorImpl()->device_type() != kLazy) {
         arg = {ArgKind::HostScalar, v.unsafeToTensorImpl()->is_wrapped_number(), v.toTensor().scalar_type(),
                static_cast<int32_t>(scalars.size()), 1, {}};
-        scalars.push_back(read_host(v.toTensor()));
+        scalars.emplace_back(at::native::_local_scalar_dense_cpu(v.toTensor()));
         break;
       }
       [[fallthrough]];
@@ -247,8 +230,6 @@ void Trace::add_arg(const ArgInfo& info, const IValue& v, Instr& instr, std::vec
     default: arg.value = v;
   }
 }
-
-// ---- the recorder ---------------------------------------------------------------------------------------------------------
 
 Recorder::Recorder(DeviceIndex i) : index(i), trace_(std::make_unique<Trace>()), spare_(std::make_unique<Trace>()) {
   trace_->reset(next_id_++);
@@ -389,8 +370,6 @@ void record_boxed(const c10::OperatorHandle& handle, Stack* stack) {
     default: return r.run_now(op, stack, "unrecordable", op.name + " cannot be recorded");
   }
 }
-
-// ---- ops that cannot be recorded -----------------------------------------------------------------------------------------
 
 bool Recorder::must_settle(const OpInfo& op, const IValue* args) {
   bool must = op.random;
