@@ -56,6 +56,8 @@ _RETURN_SIZES = ("_scaled_dot_product", "_flash_attention", "_efficient_attentio
 _CHECKED_BY_RUNNING = frozenset("mm bmm addmm baddbmm addbmm addmv dot _softmax _log_softmax mean".split())
 # Their Meta kernels promise other shapes than the real ones give.
 _META_IS_WRONG = ("_embedding_bag",)
+# The shape of their results depends on the data where an index is a mask.
+_MASKED = ("index", "_unsafe_index")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ def read(target: str) -> OpSchema:
         any(not info.is_write for info in aliases),
         not random and (torch.Tag.pointwise in tags or base in _CHECKED_BY_RUNNING),
         ArgKind.OPT_TENSOR_LIST in kinds,
-        base == "index",
+        base in _MASKED,
     )
 
 
@@ -136,7 +138,7 @@ def recordable(schema: torch._C.FunctionSchema, base: str, tags: list[torch.Tag]
     returns = {str(item.type) for item in schema.returns}
     if not returns <= {"Tensor", "List[Tensor]"} and not base.startswith(_RETURN_SIZES):
         return Recordable.RETURNS_NUMBER
-    if torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags:
+    if base in _MASKED or torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags:
         return Recordable.DATA_DEPENDENT
     return Recordable.YES
 

@@ -14,8 +14,6 @@ namespace py = pybind11;
 namespace lazysched {
 
 void register_lazy_core();
-void install_hooks();
-void start_autograd_threads();
 
 namespace {
 
@@ -127,24 +125,21 @@ py::dict read_stats() {
 }
 
 void start(bool cuda, int count) {
-  init_device(cuda, count);
-  install_hooks();
+  start_device(cuda, count);
   register_lazy_core();
-  start_autograd_threads();
-  pthread_atfork([] { prefork_lock(true); }, [] { prefork_lock(false); },
-                 [] {
-                   prefork_lock(false);
-                   for (auto& r : recorders()) new (&r->flush_mutex) std::mutex();
-                 });
+  constexpr auto unlock = [] { for (auto& r : recorders()) r->mutex.unlock(); };
+  pthread_atfork([] { for (auto& r : recorders()) r->mutex.lock(); }, unlock, [] {
+    for (auto& r : recorders()) r->mutex.unlock(), new (&r->flush_mutex) std::mutex();
+  });
 }
 
 }  // namespace
 
-void log_barrier(const BarrierEvent& e) {
+void log_barrier(const char* kind, const std::string& reason, const Site& site, size_t ops, double milliseconds, bool hit) {
   if (!logger_) return;
   py::gil_scoped_acquire gil;
   try {
-    (*logger_)(e.kind, e.reason, describe_site(e.site), e.ops, e.milliseconds, e.hit);
+    (*logger_)(kind, reason, describe_site(site), ops, milliseconds, hit);
   } catch (py::error_already_set& error) {
     error.discard_as_unraisable("lazysched's barrier log");
   }
@@ -180,7 +175,6 @@ void read_schema(OpInfo& op) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace lazysched;
-  const auto no_gil = py::call_guard<py::gil_scoped_release>();
   m.doc() = "lazysched's native core: records ops, runs programs.";
   m.def("init", &start);
   m.def("configure", [](int64_t max_ops, int64_t max_bytes, bool eager, size_t cache_size, bool frames) {
@@ -190,19 +184,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_compiler", keeper(compiler_));
   m.def("set_logger", keeper(logger_));
   m.def("set_schema_reader", keeper(schema_reader_));
-  m.def("barrier", [](DeviceIndex i, const char* kind, const std::string& reason) { recorder(i).barrier(kind, reason); }, no_gil);
+  m.def("barrier", [](DeviceIndex i, const char* kind, const std::string& reason) { recorder(i).barrier(kind, reason); },
+        py::call_guard<py::gil_scoped_release>());
   m.def("count", &count);
-  m.def("pending_ops", [](DeviceIndex i) { return recorder(i).pending_ops(); });
   m.def("current_device", &current_device);
   m.def("set_device", &set_current_device);
-  m.def("physical", [](const at::Tensor& t) { return recorder(t).materialise(t, "value_access", "its physical tensor was asked for"); },
-        no_gil);
   m.def("set_data", &set_data);
   m.def("default_generator", [](DeviceIndex i) { return at::globalContext().defaultGenerator(c10::Device(kLazy, i)); });
-  m.def("is_pending", [](const at::Tensor& t) { return recorder(t).is_pending(buffer_of(t)); });
-  m.def("clear_cache", [](DeviceIndex i) { recorder(i).clear_cache(); }, no_gil);
   m.def("stats", &read_stats);
-  m.def("reset_stats", [] { for (auto& s : stats) s = 0; });
   m.def("trace_for", &trace_for);
   py::class_<Trace>(m, "Trace")
       .def("instrs", &instrs).def("args", &args).def("operands", &operands).def("scalars", &scalars).def("buffers", &buffers);
@@ -220,7 +209,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         for (auto [buffer, slot, ready] : outputs) p.outputs.push_back({buffer, slot, ready});
         p.nodes = nodes;
         p.dead = dead;
-      })
-      .def_property_readonly("steps", [](const Program& p) { return p.steps.size(); })
-      .def_property_readonly("launches", [](const Program& p) { return p.launches; });
+      });
+
 }

@@ -59,8 +59,6 @@ inline Buffer* buffer_of(const c10::Storage& s) {
 }
 inline Buffer* buffer_of(const at::Tensor& t) { return buffer_of(t.unsafeGetTensorImpl()->unsafe_storage()); }
 
-// ---- the recording -------------------------------------------------------------------------------------------------
-
 // A buffer seen through a layout; sizes and strides lie in Trace::dims. No buffer: an undefined tensor in a list.
 struct Operand {
   int32_t buffer = -1, dims = 0;
@@ -101,6 +99,7 @@ struct OpInfo {
   std::vector<int> return_alias;  // argument that a return is (-1: a new tensor)
   Recordable recordable = Recordable::Yes;
   bool random = false, generator_arg = false, view = false, checks_dtypes = false, indexing = false, masks_matter = false;
+  int handed_back(size_t r) const { return view ? -1 : return_alias[r]; }  // the argument that return `r` is, or -1
 };
 const OpInfo& op_info(const c10::OperatorHandle& op);  // may take the GIL
 void read_schema(OpInfo& op);                          // takes the GIL, once per op
@@ -133,29 +132,17 @@ struct Trace {
   c10::IntArrayRef strides(const Operand& o) const { return {dims.data() + o.dims + o.ndim, static_cast<size_t>(o.ndim)}; }
 };
 
-// ---- barriers --------------------------------------------------------------------------------------------------------
-
 struct Program;  // what a cached recording runs
 using ProgramPtr = std::shared_ptr<Program>;
 
-struct BarrierEvent {
-  std::string kind, reason;
-  Site site;
-  int64_t ops = 0;
-  double milliseconds = 0;
-  bool hit = false;
+// What an op gives, as Meta tensors: inferred once for each `call`, the hash of all that decides it, then remembered.
+struct Inference {
+  std::string refusal;                                // why the op cannot be recorded; empty: it can
+  Stack returns;                                      // what is not an argument handed back is right here
+  std::vector<std::pair<size_t, at::Tensor>> resized;  // written arguments that take a new shape
 };
-
-struct CacheKey {
-  hash_t hash;
-  std::vector<uint8_t> live;
-  bool operator==(const CacheKey& o) const { return hash == o.hash && live == o.live; }
-};
-struct CacheKeyHash {
-  size_t operator()(const CacheKey& k) const;
-};
-
-struct Inference;
+std::shared_ptr<const Inference> inference(const OpInfo& op, const IValue* args, hash_t call);  // may run Python's Meta kernels
+bool boolean_index(const OpInfo& op, const IValue* args);
 
 // Records the ops of one device index and runs them at barriers.
 class Recorder {
@@ -169,9 +156,7 @@ class Recorder {
   // The physical bytes behind `t`, computed if need be.
   at::Tensor materialise(const at::Tensor& t, const char* kind, const std::string& reason);
   void on_storage_death(Buffer* b);
-  int64_t pending_ops();
   Trace copy();
-  void clear_cache();
   std::mutex mutex;        // the recording; never held while waiting for the GIL or running anything
   std::mutex flush_mutex;  // one barrier at a time; taken without the GIL
   const DeviceIndex index;
@@ -185,21 +170,20 @@ class Recorder {
   void settle(std::unique_ptr<Trace> trace, const std::string* error);
   ProgramPtr find(Trace& trace, bool& hit);
   struct Entry {
+    hash_t trace;
+    std::vector<uint8_t> live;  // the results that the program computes
     ProgramPtr program;
-    uint64_t last_use;
+    uint64_t last_use = 0;
   };
   std::unique_ptr<Trace> trace_, spare_;
   uint64_t next_id_ = 1, uses_ = 0;
-  std::unordered_map<CacheKey, Entry, CacheKeyHash> cache_;
+  std::unordered_map<hash_t, Entry, torch::lazy::HashReducer> cache_;
 };
 
 std::vector<std::unique_ptr<Recorder>>& recorders();
 Recorder& recorder(DeviceIndex i);  // raises where there is no such device
 inline Recorder& recorder(const at::Tensor& t) { return recorder(t.device().index()); }
-void prefork_lock(bool lock);
 void record_boxed(const c10::OperatorHandle& op, Stack* stack);  // entry of every op of the device
-
-// ---- the device --------------------------------------------------------------------------------------------------------
 
 int device_count();
 DeviceIndex current_device();
@@ -207,7 +191,7 @@ void set_current_device(DeviceIndex i);
 c10::DeviceType physical_type();
 c10::Device physical_device(DeviceIndex i);
 void synchronize(DeviceIndex i);  // waits for the physical device
-void init_device(bool cuda, int count);
+void start_device(bool cuda, int count);
 void resize_bytes(const c10::Storage& s, size_t n);
 Buffer* default_generator_buffer(DeviceIndex i);
 Buffer* generator_buffer(const at::Generator& g);
@@ -222,8 +206,6 @@ at::Tensor alias_storage(const c10::Storage& s, at::ScalarType dtype, c10::IntAr
 at::Tensor alias_storage(const c10::Storage& s, const at::Tensor& like);
 at::Tensor wrap_physical(const at::Tensor& t, DeviceIndex device);  // a lazy tensor over bytes that exist
 
-// ---- settings, counters, Python ------------------------------------------------------------------------------------------
-
 struct Limits {
   int64_t max_ops = 20000, max_bytes = 0;
   bool eager = false;
@@ -235,8 +217,9 @@ enum Stat { kRecorded, kCompiles, kCacheHits, kNodesRun, kNodesDead, kKernelsRun
 inline std::array<std::atomic<int64_t>, kStats> stats;
 void count(const std::string& counter);  // in torch._lazy.metrics
 
-void log_barrier(const BarrierEvent& event);                 // calls Python; takes the GIL
-ProgramPtr compile_trace(Trace& trace, DeviceIndex device);  // calls Python; takes the GIL
+// These call Python; they take the GIL.
+void log_barrier(const char* kind, const std::string& reason, const Site& site, size_t ops, double milliseconds, bool hit);
+ProgramPtr compile_trace(Trace& trace, DeviceIndex device);
 
 // Below every key that could divert a physical op back to Python, autograd or autocast; on the device's physical twin.
 struct PlainDispatch {
@@ -250,8 +233,6 @@ struct GilRelease {
   ~GilRelease();
   void* state = nullptr;
 };
-
-// ---- arguments -----------------------------------------------------------------------------------------------------------
 
 inline bool is_tensor(const IValue& v) {
   return v.isTensor() && v.unsafeToTensorImpl() != static_cast<c10::TensorImpl*>(c10::UndefinedTensorImpl::singleton());
@@ -282,13 +263,13 @@ IValue make_list(size_t n, F&& f) {
 
 inline std::optional<at::Tensor> if_defined(at::Tensor t) { return t.defined() ? std::optional<at::Tensor>(std::move(t)) : std::nullopt; }
 
-// `v` with f(tensor) in the place of every tensor.
+// `v` with f(tensor) in the place of every tensor, undefined ones too.
 template <class F>
 IValue map_tensors(const IValue& v, F&& f) {
-  if (is_tensor(v)) return f(v.toTensor());
+  if (v.isTensor()) return f(v.toTensor());
   if (!v.isTensorList() && !v.isOptionalTensorList()) return v;
   const auto items = v.toListRef();
-  auto item = [&](size_t i) { return is_tensor(items[i]) ? f(items[i].toTensor()) : at::Tensor(); };
+  auto item = [&](size_t i) { return f(items[i].isTensor() ? items[i].toTensor() : at::Tensor()); };
   if (v.isTensorList()) return make_list<at::Tensor>(items.size(), item);
   return make_list<std::optional<at::Tensor>>(items.size(), [&](size_t i) { return if_defined(item(i)); });
 }

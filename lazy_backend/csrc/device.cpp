@@ -177,11 +177,9 @@ c10::DispatchKeySet keys_of(c10::DeviceType type) {
 
 }  // namespace
 
-void init_device(bool cuda, int count) {
+void start_device(bool cuda, int count) {
   cuda_ = cuda;
   count_ = count;
-}
-void install_hooks() {
   at::RegisterPrivateUse1HooksInterface(new Hooks());
   c10::SetAllocator(kLazy, allocator());
 }

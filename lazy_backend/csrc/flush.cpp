@@ -6,64 +6,41 @@
 #include <chrono>
 
 namespace lazysched {
-namespace {
-
 using Clock = std::chrono::steady_clock;
-
-// With these results alive, does a program for `kept` compute all that is wanted?
-bool covers(const CacheKey& kept, const CacheKey& wanted) {
-  if (kept.hash != wanted.hash) return false;
-  for (size_t i = 0; i < wanted.live.size(); i++)
-    if (wanted.live[i] && !kept.live[i]) return false;
-  return true;
-}
-
-}  // namespace
 
 // torch_xla's counter names, in torch._lazy.metrics.
 void count(const std::string& name) { torch::lazy::Counter(name).AddValue(1); }
-
-size_t CacheKeyHash::operator()(const CacheKey& k) const {
-  return torch::lazy::HashReduce(torch::lazy::HashBlock(k.live.data(), k.live.size(), k.hash));
-}
 
 // Which tensors are alive can depend on when garbage is collected. After a few variants of a recording, a program that computes
 // more than is needed serves as well: it must keep all that is alive now, which `trace.live` then says.
 ProgramPtr Recorder::find(Trace& trace, bool& hit) {
   constexpr int kExactVariants = 4;
-  CacheKey key{trace.hash, trace.live};
-  auto found = cache_.find(key);
+  const auto key = [&] { return torch::lazy::HashBlock(trace.live.data(), trace.live.size(), trace.hash); };
+  auto found = cache_.find(key());
   if (found == cache_.end()) {
     int variants = 0;
-    CacheKey wide = key;
+    auto all = trace.live;
+    auto covering = found;
     for (auto it = cache_.begin(); it != cache_.end(); ++it) {
-      if (it->first.hash != key.hash) continue;
+      const auto& live = it->second.live;
+      if (!(it->second.trace == trace.hash)) continue;
       variants++;
-      if (covers(it->first, key)) found = it;
-      for (size_t i = 0; i < wide.live.size(); i++) wide.live[i] |= it->first.live[i];
+      if (std::equal(live.begin(), live.end(), trace.live.begin(), std::greater_equal<>())) covering = it;
+      std::transform(all.begin(), all.end(), live.begin(), all.begin(), std::bit_or<>());
     }
-    if (variants < kExactVariants) found = cache_.end();
-    else key = found != cache_.end() ? found->first : wide;
+    if (variants >= kExactVariants) {
+      trace.live = all;
+      found = covering;
+    }
   }
   hit = found != cache_.end();
-  trace.live = key.live;
-  if (!hit) {
-    found = cache_.emplace(key, Entry{compile_trace(trace, index), 0}).first;
-  }
+  if (!hit) found = cache_.insert_or_assign(key(), Entry{trace.hash, trace.live, compile_trace(trace, index)}).first;
+  trace.live = found->second.live;
   found->second.last_use = ++uses_;
   auto program = found->second.program;
-  while (cache_.size() > limits.cache_size) {
-    auto older = [](const auto& a, const auto& b) { return a.second.last_use < b.second.last_use; };
-    cache_.erase(std::min_element(cache_.begin(), cache_.end(), older));
-    stats[kEvicted]++;
-  }
+  auto older = [](const auto& a, const auto& b) { return a.second.last_use < b.second.last_use; };
+  for (; cache_.size() > limits.cache_size; stats[kEvicted]++) cache_.erase(std::min_element(cache_.begin(), cache_.end(), older));
   return program;
-}
-
-void Recorder::clear_cache() {
-  GilRelease nogil;
-  std::lock_guard<std::mutex> lock(flush_mutex);
-  cache_.clear();
 }
 
 void Recorder::barrier(const char* kind, const std::string& reason) {
@@ -99,19 +76,19 @@ void Recorder::settle(std::unique_ptr<Trace> trace, const std::string* error) {
 }
 
 void Recorder::flush_locked(const char* kind, const std::string& reason, Site site) {
-  BarrierEvent event{kind, reason, site};
   auto trace = take_trace();
-  if (!trace) return log_barrier(event);
-  event.ops = static_cast<int64_t>(trace->instrs.size());
+  if (!trace) return log_barrier(kind, reason, site, 0, 0, false);
+  const size_t ops = trace->instrs.size();
+  bool hit = false;
   stats[kFlushes]++;
   const auto start = Clock::now();
   int32_t failed = -1;
   std::exception_ptr error;
   std::string message;
   try {
-    auto program = find(*trace, event.hit);
-    count(event.hit ? "CachedCompile" : "UncachedCompile");
-    stats[event.hit ? kCacheHits : kCompiles]++;
+    auto program = find(*trace, hit);
+    count(hit ? "CachedCompile" : "UncachedCompile");
+    stats[hit ? kCacheHits : kCompiles]++;
     program->run(*trace, index, failed);
     stats[kNodesRun] += program->nodes;
     stats[kNodesDead] += program->dead;
@@ -129,8 +106,8 @@ void Recorder::flush_locked(const char* kind, const std::string& reason, Site si
     message = e.what();
   }
   settle(std::move(trace), error ? &message : nullptr);
-  event.milliseconds = std::chrono::duration<double, std::milli>(Clock::now() - start).count();
-  log_barrier(event);
+  const auto milliseconds = std::chrono::duration<double, std::milli>(Clock::now() - start).count();
+  log_barrier(kind, reason, site, ops, milliseconds, hit);
   if (error) std::rethrow_exception(error);
 }
 

@@ -1,5 +1,5 @@
 // Infers shapes: runs an op on Meta once per (op, layouts, constants), and checks there what eager would check.
-#include "infer.h"
+#include "core.h"
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
@@ -11,12 +11,8 @@
 namespace lazysched {
 namespace {
 
-constexpr size_t kRemembered = 200000;
-
-TensorMeta describe(const at::Tensor& t) {
-  if (!t.defined()) return {};
-  return {true, t.scalar_type(), t.sizes().vec(), t.strides().vec(), t.storage_offset(), t.is_conj(), t.is_neg()};
-}
+using InferencePtr = std::shared_ptr<const Inference>;
+constexpr size_t kRemembered = 100000;
 
 at::Tensor to_meta(const at::Tensor& t) {
   if (t.unsafeGetTensorImpl()->is_wrapped_number()) return t;  // Python numbers stay on the CPU, also for Meta
@@ -30,6 +26,7 @@ Stack meta_args(const OpInfo& op, const IValue* args) {
   Stack metas;
   std::unordered_map<const void*, at::Tensor> seen;  // one argument given twice stays one tensor
   auto convert = [&](const at::Tensor& t) {
+    if (!t.defined()) return t;
     auto& m = seen[t.unsafeGetTensorImpl()];
     if (!m.defined()) m = to_meta(t);
     return m;
@@ -52,6 +49,7 @@ void check_dtypes(const OpInfo& op, const IValue* args) {
     return at::zeros(size, at::TensorOptions().dtype(t.scalar_type()).device(physical_device(t.device().index())));
   };
   for (size_t i = 0; i < op.args.size(); i++) tiny.push_back(map_tensors(args[i], shrink));
+  const Stack held = tiny;  // see Runner::run
   op.handle.callBoxed(&tiny);
 }
 
@@ -69,22 +67,6 @@ bool call_meta(const OpInfo& op, Stack& stack) {
   return true;
 }
 
-Return describe_return(const OpInfo& op, int alias, const IValue& v, std::vector<TensorMeta>& outs) {
-  Return ret;
-  if (alias >= 0 && !op.view) {
-    ret.alias = alias;
-  } else if (v.isTensor()) {
-    outs.push_back(describe(v.toTensor()));
-  } else if (v.isTensorList()) {
-    ret.count = static_cast<int>(v.toListRef().size());
-    for (const auto& e : v.toListRef()) outs.push_back(describe(e.toTensor()));
-  } else {
-    ret.number = true;
-    ret.value = v;
-  }
-  return ret;
-}
-
 // Torch functions of the user's Python must not see Meta calls.
 struct NoTorchFunction {
   using TLS = at::impl::PythonTorchFunctionTLS;
@@ -98,22 +80,17 @@ InferencePtr infer(const OpInfo& op, const IValue* args) {
   NoTorchFunction python_is_off;
   stats[kInfers]++;
   auto result = std::make_shared<Inference>();
-  if (op.indexing && boolean_index(op, args)) {  // index_put_: Meta refuses masks, but the result is `self` whatever they hold
-    result->returns.push_back({op.return_alias[0], -1, false, {}});
-    return result;
-  }
+  if (op.indexing && boolean_index(op, args)) return result;  // index_put_: Meta refuses masks, but the result is `self` anyhow
   const Stack given = meta_args(op, args);
-  Stack stack = given;
-  if (!call_meta(op, stack)) {
+  result->returns = given;
+  if (!call_meta(op, result->returns)) {
     result->refusal = "its result's shape cannot be inferred without running it (no Meta kernel)";
     return result;
   }
   if (op.checks_dtypes) check_dtypes(op, args);
-  for (size_t r = 0; r < op.return_alias.size(); r++)
-    result->returns.push_back(describe_return(op, op.return_alias[r], stack[r], result->outs));
   for (size_t i = 0; i < op.args.size(); i++)
     if (op.args[i].writes && is_tensor(given[i]) && args[i].toTensor().sizes() != given[i].toTensor().sizes())
-      result->resized.emplace_back(static_cast<int>(i), describe(given[i].toTensor()));
+      result->resized.emplace_back(i, given[i].toTensor());
   return result;
 }
 
@@ -127,7 +104,7 @@ bool boolean_index(const OpInfo& op, const IValue* args) {
   return found;
 }
 
-InferencePtr inference(const OpInfo& op, const IValue* args, hash_t call) {
+std::shared_ptr<const Inference> inference(const OpInfo& op, const IValue* args, hash_t call) {
   static auto* mutex = new std::shared_mutex();
   static auto* table = new std::unordered_map<hash_t, InferencePtr, torch::lazy::HashReducer>();
   {

@@ -73,8 +73,6 @@ struct EngineAccess : torch::autograd::Engine {
   static constexpr auto start = &EngineAccess::start_device_threads;
 };
 
-}  // namespace
-
 void start_autograd_threads() {
   GilRelease nogil;
   auto& engine = torch::autograd::Engine::get_default_engine();
@@ -82,10 +80,13 @@ void start_autograd_threads() {
   if ((engine.*EngineAccess::queues).empty()) (engine.*EngineAccess::start)();
 }
 
+}  // namespace
+
 void register_lazy_core() {
   LazyGraphExecutor::Register(new Executor());
   static auto* registrar = new BackendRegistrar(new Backend());
   (void)registrar;
+  start_autograd_threads();
 }
 
 }  // namespace lazysched

@@ -1,27 +1,13 @@
 // Registers the device's ops: factories, views and copies natively, everything else through the recorder.
 #include "core.h"
 #include <ATen/EmptyTensor.h>
-#include <ATen/ExpandUtils.h>
+#include <ATen/Functions.h>
+#include <ATen/NativeFunctions.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/native/DispatchStub.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/native/transformers/sdp_utils_cpp.h>
-#include <ATen/ops/_fused_sdp_choice.h>
-#include <ATen/ops/_reshape_alias_native.h>
-#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
-#include <ATen/ops/as_strided_native.h>
-#include <ATen/ops/dropout_native.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/empty_strided.h>
-#include <ATen/ops/is_set_to_native.h>
-#include <ATen/ops/scaled_dot_product_attention_native.h>
-#include <ATen/ops/set_native.h>
-#include <ATen/ops/view_native.h>
-#include <ATen/TensorOperators.h>
 #include <c10/util/strides.h>
-#include <ATen/ops/scalar_tensor.h>
-#include <ATen/ops/where.h>
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 namespace lazysched {
@@ -66,7 +52,7 @@ void record_copy(const Tensor& dst, const Tensor& src) {
 }
 
 // Bytes from elsewhere arrive now: the caller may change the source as soon as this returns.
-void copy_in(const Tensor& dst, const Tensor& src, bool non_blocking) {
+const Tensor& copy_in(const Tensor& dst, const Tensor& src, bool non_blocking) {
   PlainDispatch plain;
   const auto index = dst.device().index();
   const auto options = at::TensorOptions().dtype(dst.scalar_type()).device(physical_device(index));
@@ -81,27 +67,26 @@ void copy_in(const Tensor& dst, const Tensor& src, bool non_blocking) {
     if (whole && !b->touched && bytes.nbytes() == b->nbytes) {
       b->physical = bytes;
       b->touched = true;
-      return;
+      return dst;
     }
   }
   record_copy(dst, wrap_physical(staged, index));
+  return dst;
 }
 
 Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking) {
   auto src = self.sizes() == dst.sizes() ? self : self.expand(dst.sizes());
   if (is_lazy(src) && src.device() == dst.device()) {
     record_copy(dst, src);
-  } else if (is_lazy(src) && is_lazy(dst)) {
-    src = recorder(src).materialise(src, "device_copy", "copied to another device");
-    GilRelease nogil;
-    copy_in(dst, src, non_blocking);
-  } else if (is_lazy(dst)) {
-    copy_in(dst, src, non_blocking);
-  } else {
-    src = recorder(src).materialise(src, "value_access", std::string("copied to ") + c10::DeviceTypeName(dst.device().type(), true));
-    PlainDispatch plain;
-    dst.copy_(src, non_blocking);
+    return dst;
   }
+  const bool in = is_lazy(dst);
+  const auto reason = in ? std::string("copied to another device") : "copied to " + c10::DeviceTypeName(dst.device().type(), true);
+  if (is_lazy(src)) src = recorder(src).materialise(src, in ? "device_copy" : "value_access", reason);
+  GilRelease nogil;
+  if (in) return copy_in(dst, src, non_blocking);
+  PlainDispatch plain;
+  dst.copy_(src, non_blocking);
   return dst;
 }
 

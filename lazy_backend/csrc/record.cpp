@@ -1,5 +1,5 @@
 // Records one op: hash, shapes, operands, new outputs. Runs for every op.
-#include "infer.h"
+#include "core.h"
 #include <ATen/SequenceNumber.h>
 #include <ATen/ops/_local_scalar_dense_native.h>
 #include <c10/core/DefaultDtype.h>
@@ -143,7 +143,7 @@ void move_indices(const OpInfo& op, IValue* args) {
   for (size_t i = 0; i < op.args.size(); i++) {
     if (op.args[i].kind != ArgKind::OptTensorList) continue;
     args[i] = map_tensors(args[i], [&](const at::Tensor& t) {
-      if (!t.device().is_cpu()) return t;
+      if (!t.defined() || !t.device().is_cpu()) return t;
       PlainDispatch plain;
       return wrap_physical(t.to(physical_device(device), /*non_blocking=*/false, /*copy=*/true), device);
     });
@@ -250,10 +250,6 @@ Recorder& recorder(DeviceIndex i) {
   return *recorders()[i];
 }
 
-void prefork_lock(bool lock) {
-  for (auto& r : recorders()) lock ? r->mutex.lock() : r->mutex.unlock();
-}
-
 bool Recorder::is_pending(const Buffer* b) {
   std::lock_guard<std::mutex> lock(mutex);
   return b->pending_in != 0;
@@ -261,10 +257,6 @@ bool Recorder::is_pending(const Buffer* b) {
 bool Recorder::is_used(const Buffer* b) {
   std::lock_guard<std::mutex> lock(mutex);
   return b->pending_in != 0 || b->trace == trace_->id;
-}
-int64_t Recorder::pending_ops() {
-  std::lock_guard<std::mutex> lock(mutex);
-  return static_cast<int64_t>(trace_->instrs.size());
 }
 Trace Recorder::copy() {
   std::lock_guard<std::mutex> lock(mutex);
@@ -281,31 +273,18 @@ void Recorder::on_storage_death(Buffer* b) {
 
 namespace {
 
-void take_shape(const at::Tensor& t, const TensorMeta& m) {
+void take_shape(const at::Tensor& t, const at::Tensor& meta) {
   if (t.numel() != 0)
     TORCH_WARN("An output with one or more elements was resized since it had shape ", t.sizes(),
-               ", which does not match the required output shape ", at::IntArrayRef(m.size), ". This behavior is deprecated.");
-  t.resize_(m.size);
-  t.unsafeGetTensorImpl()->set_sizes_and_strides(m.size, m.stride);
+               ", which does not match the required output shape ", meta.sizes(), ". This behavior is deprecated.");
+  t.resize_(meta.sizes());
+  t.unsafeGetTensorImpl()->set_sizes_and_strides(meta.sizes(), meta.strides());
 }
 
-at::Tensor make_view(const at::Tensor& source, const TensorMeta& m) {
+at::Tensor make_view(const at::Tensor& source, const at::Tensor& meta) {
   const auto bytes = source.storage_offset() * static_cast<int64_t>(source.element_size());
-  const auto offset = bytes / static_cast<int64_t>(c10::elementSize(m.dtype)) + m.offset;
-  return alias_storage(source.storage(), m.dtype, m.size, m.stride, offset, m.conj, m.neg);
-}
-
-void push_returns(const OpInfo& op, const Inference& known, c10::SmallVectorImpl<at::Tensor>& outs, Stack* stack) {
-  c10::SmallVector<IValue, 4> returns;
-  size_t next = 0;
-  for (const auto& r : known.returns) {
-    if (r.alias >= 0) returns.push_back((*stack)[stack->size() - op.args.size() + r.alias]);
-    else if (r.number) returns.push_back(r.value);
-    else if (r.count < 0) returns.emplace_back(std::move(outs[next++]));
-    else returns.push_back(make_list<at::Tensor>(r.count, [&](size_t) { return std::move(outs[next++]); }));
-  }
-  torch::jit::drop(stack, op.args.size());
-  for (auto& r : returns) stack->push_back(std::move(r));
+  const auto offset = bytes / static_cast<int64_t>(meta.element_size()) + meta.storage_offset();
+  return alias_storage(source.storage(), meta.scalar_type(), meta.sizes(), meta.strides(), offset, meta.is_conj(), meta.is_neg());
 }
 
 }  // namespace
@@ -315,14 +294,20 @@ void Recorder::record(const OpInfo& op, Stack* stack) {
   const auto call = hash_call(op, args);
   const auto known = inference(op, args, call);
   if (!known->refusal.empty()) return run_now(op, stack, "unrecordable", op.name + ": " + known->refusal);
-  for (const auto& [arg, m] : known->resized) take_shape(args[arg].toTensor(), m);
+  for (const auto& [arg, meta] : known->resized) take_shape(args[arg].toTensor(), meta);
   c10::SmallVector<at::Tensor, 4> outs;
-  for (const auto& m : known->outs) {
-    if (op.view) outs.push_back(make_view(args[0].toTensor(), m));
-    else outs.push_back(m.defined ? make_lazy(m.size, m.stride, m.dtype, index) : at::Tensor());
+  auto make = [&](const at::Tensor& m) {
+    if (op.view) return make_view(args[0].toTensor(), m);
+    return outs.emplace_back(m.defined() ? make_lazy(m.sizes(), m.strides(), m.scalar_type(), index) : m);
+  };
+  c10::SmallVector<IValue, 4> returns;
+  for (size_t r = 0; r < op.return_alias.size(); r++) {
+    const int arg = op.handed_back(r);
+    returns.push_back(arg >= 0 ? args[arg] : map_tensors(known->returns[r], make));
   }
   const char* limit = op.view ? nullptr : append(op, args, outs, call);
-  push_returns(op, *known, outs, stack);
+  torch::jit::drop(stack, op.args.size());
+  for (auto& r : returns) stack->push_back(std::move(r));
   if (limits.eager) barrier("eager", "LAZYSCHED_MODE=eager runs each op at once");
   else if (limit) barrier("limit", limit);
 }
@@ -420,14 +405,14 @@ void Recorder::run_now(const OpInfo& op, Stack* stack, const char* kind, const s
     if (op.args[i].writes) adopt(t, p);
   });
   auto lift = [&](const at::Tensor& p) -> at::Tensor {
-    if (p.device() != physical_device(index)) return p;
+    if (!p.defined() || p.device() != physical_device(index)) return p;
     for (const auto& [t, q] : pairs)
       if (p.is_alias_of(q)) return alias_storage(t.storage(), p);
     return wrap_physical(p, index);
   };
   for (size_t r = 0; r < op.return_alias.size(); r++) {
-    const int alias = op.view ? -1 : op.return_alias[r];
-    stack->push_back(alias >= 0 ? args[alias] : map_tensors(physical[r], lift));
+    const int arg = op.handed_back(r);
+    stack->push_back(arg >= 0 ? args[arg] : map_tensors(physical[r], lift));
   }
 }
 
