@@ -12,6 +12,9 @@ from ir_nodes import settings
 from lazy_backend import core
 from lazy_backend.trace import parse_frame
 
+# `Stat` in csrc/core.h.
+STATS = ("recorded", "compiles", "cache_hits", "nodes_run", "nodes_dead", "kernels_run", "fallbacks", "shape_inferences",
+         "evicted", "flushes")
 _KINDS = {kind.label: kind for kind in BarrierKind}
 barrier_log = BarrierLog()
 
@@ -74,7 +77,7 @@ def barriers() -> list[Barrier]:
 
 def stats() -> dict[str, Any]:
     """Counters since the start: compiles, cache_hits, nodes_run, nodes_dead, kernels_run, fallbacks, recorded, flushes, ..."""
-    return core.get().stats()
+    return dict(zip(STATS, core.get().stats(), strict=True))
 
 
 core.at_start(lambda native: native.set_logger(note_barrier))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import IntEnum
 from types import ModuleType
 from typing import Any
@@ -62,7 +62,7 @@ _MASKED = ("index", "_unsafe_index")
 
 @dataclass(frozen=True, slots=True)
 class OpSchema:
-    """Fields of `OpInfo` in csrc/core.h.
+    """Fields of `OpInfo` in csrc/core.h, in the order in which `read_schema` in csrc/bind.cpp takes them.
 
     ``args``: kind, and whether the op writes it. ``return_alias``: the argument that a return is, -1 for a new tensor.
     ``checks_dtypes``: some dtypes are refused only when it runs. ``masks_matter``: data-dependent only for boolean indices.
@@ -144,7 +144,7 @@ def recordable(schema: torch._C.FunctionSchema, base: str, tags: list[torch.Tag]
 
 
 def install(native: ModuleType) -> None:
-    native.set_schema_reader(read)
+    native.set_schema_reader(lambda target: astuple(read(target)))
 
 
 core.at_start(install)

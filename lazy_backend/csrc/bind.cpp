@@ -17,7 +17,7 @@ void register_lazy_core();
 
 namespace {
 
-// What Python gave: compile(trace, device), log(barrier's fields), read_schema(name). Kept for ever, as the core may outlive Python.
+// What Python gave: compile(trace, device), log(barrier's fields), read_schema(name). Kept for ever: the core may outlive Python.
 py::object *compiler_ = nullptr, *logger_ = nullptr, *schema_reader_ = nullptr;
 
 auto keeper(py::object*& slot) {
@@ -37,8 +37,8 @@ py::object dtype_of(at::ScalarType t) {
 
 py::list instrs(const Trace& t) {
   return to_list(t.instrs, [](const Instr& in) {
-    return py::make_tuple(in.op->name, in.args, in.op->args.size(), in.outs, in.n_outs, in.generator, describe_site(in.site), in.sequence,
-                          in.backward);
+    return py::make_tuple(in.op->name, in.args, in.op->args.size(), in.outs, in.n_outs, in.generator, describe_site(in.site),
+                          in.sequence, in.backward);
   });
 }
 py::list args(const Trace& t) {
@@ -48,8 +48,8 @@ py::list args(const Trace& t) {
 }
 py::list operands(const Trace& t) {
   return to_list(t.operands, [&](const Operand& o) {
-    return py::make_tuple(o.buffer, dtype_of(o.dtype), py::tuple(py::cast(t.sizes(o).vec())), py::tuple(py::cast(t.strides(o).vec())),
-                          o.offset, o.conj || o.neg);
+    const py::tuple size = py::cast(t.sizes(o).vec()), stride = py::cast(t.strides(o).vec());
+    return py::make_tuple(o.buffer, dtype_of(o.dtype), size, stride, o.offset, o.conj || o.neg);
   });
 }
 py::list scalars(const Trace& t) {
@@ -74,8 +74,8 @@ Trace trace_for(const std::vector<at::Tensor>& tensors, DeviceIndex device) {
 using LaunchArgs = std::vector<std::tuple<std::string, int32_t, int64_t>>;
 
 // `args`: ("ptr", slot, byte offset) | ("fp32" | "fp64" | "i64", scalar index or -1, value)
-void add_launch(Program& p, uint64_t function, std::array<uint32_t, 3> grid, uint32_t threads, uint32_t shared, const LaunchArgs& args,
-                int32_t instr) {
+void add_launch(Program& p, uint64_t function, std::array<uint32_t, 3> grid, uint32_t threads, uint32_t shared,
+                const LaunchArgs& args, int32_t instr) {
   using Arg = Program::LaunchArg;
   Program::Launch l{reinterpret_cast<void*>(function), grid, threads, shared, {}};
   for (const auto& [kind, index, value] : args) {
@@ -115,15 +115,6 @@ void set_data(const at::Tensor& p, const at::Tensor& other) {
   p.unsafeGetTensorImpl()->shallow_copy_from(other.getIntrusivePtr());
 }
 
-py::dict read_stats() {
-  constexpr const char* names[] = {"recorded",    "compiles",  "cache_hits",       "nodes_run", "nodes_dead",
-                                   "kernels_run", "fallbacks", "shape_inferences", "evicted",   "flushes"};
-  static_assert(std::size(names) == kStats);
-  py::dict d;
-  for (size_t i = 0; i < kStats; i++) d[names[i]] = stats[i].load();
-  return d;
-}
-
 void start(bool cuda, int count) {
   start_device(cuda, count);
   register_lazy_core();
@@ -158,17 +149,13 @@ ProgramPtr compile_trace(Trace& trace, DeviceIndex device) {
 void read_schema(OpInfo& op) {
   py::gil_scoped_acquire gil;
   TORCH_CHECK(schema_reader_, "lazysched: the native core has no schema reader; import lazy_backend, not its parts");
-  const py::object row = (*schema_reader_)(op.name);
-  for (const auto& [kind, writes] : row.attr("args").cast<std::vector<std::pair<int, bool>>>())
-    op.args.push_back({static_cast<ArgKind>(kind), writes});
-  op.return_alias = row.attr("return_alias").cast<std::vector<int>>();
-  op.recordable = static_cast<Recordable>(row.attr("recordable").cast<int>());
-  op.random = row.attr("random").cast<bool>();
-  op.generator_arg = row.attr("generator_arg").cast<bool>();
-  op.view = row.attr("view").cast<bool>();
-  op.checks_dtypes = row.attr("checks_dtypes").cast<bool>();
-  op.indexing = row.attr("indexing").cast<bool>();
-  op.masks_matter = row.attr("masks_matter").cast<bool>();
+  using Row = std::tuple<std::vector<std::pair<int, bool>>, std::vector<int>, int, bool, bool, bool, bool, bool, bool>;
+  auto [args, aliases, recordable, random, generator, view, checks, indexing, masks] = (*schema_reader_)(op.name).cast<Row>();
+  for (auto [kind, writes] : args) op.args.push_back({static_cast<ArgKind>(kind), writes});
+  op.return_alias = aliases;
+  op.recordable = static_cast<Recordable>(recordable);
+  op.random = random, op.generator_arg = generator, op.view = view;
+  op.checks_dtypes = checks, op.indexing = indexing, op.masks_matter = masks;
 }
 
 }  // namespace lazysched
@@ -191,13 +178,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_device", &set_current_device);
   m.def("set_data", &set_data);
   m.def("default_generator", [](DeviceIndex i) { return at::globalContext().defaultGenerator(c10::Device(kLazy, i)); });
-  m.def("stats", &read_stats);
+  m.def("stats", [] { return std::vector<int64_t>(stats.begin(), stats.end()); });
   m.def("trace_for", &trace_for);
   py::class_<Trace>(m, "Trace")
       .def("instrs", &instrs).def("args", &args).def("operands", &operands).def("scalars", &scalars).def("buffers", &buffers);
   py::class_<Program, std::shared_ptr<Program>>(m, "Program")
       .def(py::init<>())
-      .def("call", [](Program& p, int32_t instr, std::vector<int32_t> slots) { p.steps.push_back({Program::Call{std::move(slots)}, instr}); })
+      .def("call", [](Program& p, int32_t instr, std::vector<int32_t> slots) {
+        p.steps.push_back({Program::Call{std::move(slots)}, instr});
+      })
       .def("launch", &add_launch)
       .def("python", &add_python)
       .def("alloc", [](Program& p, int32_t slot, size_t nbytes) { p.steps.push_back({Program::Alloc{slot, nbytes}, -1}); })

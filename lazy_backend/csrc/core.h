@@ -49,6 +49,7 @@ struct Buffer final : c10::intrusive_ptr_target {
   c10::Storage physical;  // bytes on the physical device; null until computed
   at::Generator generator;
   std::shared_ptr<const std::string> error;  // why its value could never be computed
+  void check() const { TORCH_CHECK(!error, *error); }
 };
 using BufferPtr = c10::intrusive_ptr<Buffer>;
 
@@ -201,8 +202,8 @@ at::Tensor make_empty(c10::IntArrayRef size, at::ScalarType dtype, DeviceIndex d
 c10::Storage physical_bytes(size_t n, DeviceIndex device);
 at::Tensor bytes_of(const c10::Storage& physical);  // as uint8[nbytes]
 // A tensor on `s`, a storage of the lazy device or of the physical one.
-at::Tensor alias_storage(const c10::Storage& s, at::ScalarType dtype, c10::IntArrayRef size, c10::IntArrayRef stride, int64_t offset,
-                         bool conj = false, bool neg = false);
+at::Tensor alias_storage(const c10::Storage& s, at::ScalarType dtype, c10::IntArrayRef size, c10::IntArrayRef stride,
+                         int64_t offset, bool conj = false, bool neg = false);
 at::Tensor alias_storage(const c10::Storage& s, const at::Tensor& like);
 at::Tensor wrap_physical(const at::Tensor& t, DeviceIndex device);  // a lazy tensor over bytes that exist
 
@@ -213,7 +214,8 @@ struct Limits {
 };
 inline Limits limits;
 
-enum Stat { kRecorded, kCompiles, kCacheHits, kNodesRun, kNodesDead, kKernelsRun, kFallbacks, kInfers, kEvicted, kFlushes, kStats };
+// STATS in api.py names them.
+enum Stat { kRecorded, kCompiles, kHits, kNodesRun, kNodesDead, kKernelsRun, kFallbacks, kInfers, kEvicted, kFlushes, kStats };
 inline std::array<std::atomic<int64_t>, kStats> stats;
 void count(const std::string& counter);  // in torch._lazy.metrics
 
@@ -261,7 +263,9 @@ IValue make_list(size_t n, F&& f) {
   return list;
 }
 
-inline std::optional<at::Tensor> if_defined(at::Tensor t) { return t.defined() ? std::optional<at::Tensor>(std::move(t)) : std::nullopt; }
+inline std::optional<at::Tensor> if_defined(at::Tensor t) {
+  return t.defined() ? std::optional<at::Tensor>(std::move(t)) : std::nullopt;
+}
 
 // `v` with f(tensor) in the place of every tensor, undefined ones too.
 template <class F>

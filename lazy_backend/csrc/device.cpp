@@ -108,10 +108,15 @@ struct AllocateOn {
   const DeviceIndex before;
 };
 
+c10::DispatchKeySet keys_of(c10::DeviceType type) {
+  using Key = c10::DispatchKey;
+  return c10::DispatchKeySet(type == kLazy ? Key::PrivateUse1 : type == c10::kCUDA ? Key::CUDA : Key::CPU);
+}
+
 // A generator of the device: draws happen on the physical generator, in recorded order, because its state is a buffer.
 struct Generator final : c10::GeneratorImpl {
   Generator(at::Generator g, DeviceIndex i)
-      : GeneratorImpl(Device(kLazy, i), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)), buffer(c10::make_intrusive<Buffer>(1, i)) {
+      : GeneratorImpl(Device(kLazy, i), keys_of(kLazy)), buffer(c10::make_intrusive<Buffer>(1, i)) {
     buffer->generator = std::move(g);
   }
   ~Generator() override { recorder(buffer->device).on_storage_death(buffer.get()); }
@@ -125,7 +130,9 @@ struct Generator final : c10::GeneratorImpl {
   uint64_t get_offset() const override { return settled("the generator's offset was read").get_offset(); }
   uint64_t current_seed() const override { return buffer->generator.current_seed(); }
   uint64_t seed() override { return settled("the generator was seeded").seed(); }
-  void set_state(const c10::TensorImpl& s) override { settled("the generator's state was set").unsafeGetGeneratorImpl()->set_state(s); }
+  void set_state(const c10::TensorImpl& s) override {
+    settled("the generator's state was set").unsafeGetGeneratorImpl()->set_state(s);
+  }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
     return settled("the generator's state was read").unsafeGetGeneratorImpl()->get_state();
   }
@@ -170,11 +177,6 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   void resizePrivateUse1Bytes(const c10::Storage& s, size_t n) const override { resize_bytes(s, n); }
 };
 
-c10::DispatchKeySet keys_of(c10::DeviceType type) {
-  using Key = c10::DispatchKey;
-  return c10::DispatchKeySet(type == kLazy ? Key::PrivateUse1 : type == c10::kCUDA ? Key::CUDA : Key::CPU);
-}
-
 }  // namespace
 
 void start_device(bool cuda, int count) {
@@ -210,8 +212,8 @@ at::Tensor make_empty(c10::IntArrayRef size, at::ScalarType dtype, DeviceIndex d
   return at::detail::empty_generic(size, allocator(), keys_of(kLazy), dtype, format);
 }
 
-at::Tensor alias_storage(const c10::Storage& s, at::ScalarType dtype, c10::IntArrayRef size, c10::IntArrayRef stride, int64_t offset,
-                         bool conj, bool neg) {
+at::Tensor alias_storage(const c10::Storage& s, at::ScalarType dtype, c10::IntArrayRef size, c10::IntArrayRef stride,
+                         int64_t offset, bool conj, bool neg) {
   auto t = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(s), keys_of(s.device_type()), c10::scalarTypeToTypeMeta(dtype));
   t.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride, offset);
   if (conj) t._set_conj(true);

@@ -39,7 +39,8 @@ ProgramPtr Recorder::find(Trace& trace, bool& hit) {
   found->second.last_use = ++uses_;
   auto program = found->second.program;
   auto older = [](const auto& a, const auto& b) { return a.second.last_use < b.second.last_use; };
-  for (; cache_.size() > limits.cache_size; stats[kEvicted]++) cache_.erase(std::min_element(cache_.begin(), cache_.end(), older));
+  for (; cache_.size() > limits.cache_size; stats[kEvicted]++)
+    cache_.erase(std::min_element(cache_.begin(), cache_.end(), older));
   return program;
 }
 
@@ -88,7 +89,7 @@ void Recorder::flush_locked(const char* kind, const std::string& reason, Site si
   try {
     auto program = find(*trace, hit);
     count(hit ? "CachedCompile" : "UncachedCompile");
-    stats[hit ? kCacheHits : kCompiles]++;
+    stats[hit ? kHits : kCompiles]++;
     program->run(*trace, index, failed);
     stats[kNodesRun] += program->nodes;
     stats[kNodesDead] += program->dead;

@@ -84,8 +84,7 @@ void start_autograd_threads() {
 
 void register_lazy_core() {
   LazyGraphExecutor::Register(new Executor());
-  static auto* registrar = new BackendRegistrar(new Backend());
-  (void)registrar;
+  BackendRegistrar(new Backend());
   start_autograd_threads();
 }
 

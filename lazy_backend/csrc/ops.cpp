@@ -23,11 +23,11 @@ DeviceIndex index_of(const optional<at::Device>& d) {
 }
 
 void check_layout(const optional<at::Layout>& layout) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!layout || *layout == at::kStrided, "lazysched: only strided tensors are recorded, got layout ", *layout);
+  TORCH_CHECK_NOT_IMPLEMENTED(!layout || *layout == at::kStrided, "lazysched: only strided tensors are recorded, got ", *layout);
 }
 
-Tensor empty_memory_format(c10::IntArrayRef size, optional<at::ScalarType> dtype, optional<at::Layout> layout, optional<at::Device> device,
-                           optional<bool> pin, optional<at::MemoryFormat> format) {
+Tensor empty_memory_format(c10::IntArrayRef size, optional<at::ScalarType> dtype, optional<at::Layout> layout,
+                           optional<at::Device> device, optional<bool> pin, optional<at::MemoryFormat> format) {
   check_layout(layout);
   TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
   return make_empty(size, c10::dtype_or_default(dtype), index_of(device), format);
@@ -40,8 +40,8 @@ Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, optional<at
 }
 
 // A ZeroTensor has no storage; the device gives it one that holds zeros.
-Tensor efficient_zeros(c10::IntArrayRef size, optional<at::ScalarType> dtype, optional<at::Layout> layout, optional<at::Device> device,
-                       optional<bool> pin) {
+Tensor efficient_zeros(c10::IntArrayRef size, optional<at::ScalarType> dtype, optional<at::Layout> layout,
+                       optional<at::Device> device, optional<bool> pin) {
   return empty_memory_format(size, dtype, layout, device, pin, std::nullopt).zero_();
 }
 
@@ -81,7 +81,7 @@ Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking) {
     return dst;
   }
   const bool in = is_lazy(dst);
-  const auto reason = in ? std::string("copied to another device") : "copied to " + c10::DeviceTypeName(dst.device().type(), true);
+  const auto reason = "copied to " + (in ? "another device" : c10::DeviceTypeName(dst.device().type(), true));
   if (is_lazy(src)) src = recorder(src).materialise(src, in ? "device_copy" : "value_access", reason);
   GilRelease nogil;
   if (in) return copy_in(dst, src, non_blocking);
@@ -119,7 +119,8 @@ const Tensor& resize_(const Tensor& self, c10::IntArrayRef size, optional<at::Me
 
 Tensor& set_storage(Tensor& self, at::Storage source, int64_t offset, c10::IntArrayRef size, c10::IntArrayRef stride) {
   TORCH_CHECK(source.device_type() == kLazy, "Attempted to set the storage of a tensor on device \"", self.device(),
-              "\" to a storage on different device \"", source.device(), "\".  This is no longer allowed; the devices must match.");
+              "\" to a storage on different device \"", source.device(),
+              "\".  This is no longer allowed; the devices must match.");
   auto* impl = self.unsafeGetTensorImpl();
   impl->set_storage_keep_dtype(std::move(source));
   const auto contiguous = c10::contiguous_strides(size);
@@ -134,29 +135,31 @@ void record_stream(Tensor&, c10::Stream) {}  // memory is reused in the order of
 
 // Shape-only stand-in on the physical device, for choosing a kernel.
 Tensor shadow(const Tensor& t) {
-  c10::Storage empty(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, physical_device(t.device().index())), nullptr, false);
+  c10::DataPtr nothing(nullptr, physical_device(t.device().index()));
+  c10::Storage empty(c10::Storage::use_byte_size_t(), 0, std::move(nothing), nullptr, false);
   return alias_storage(empty, t.scalar_type(), t.sizes(), t.strides(), 0).set_requires_grad(t.requires_grad());
 }
 
 using Mask = const optional<Tensor>&;
+using Scale = optional<double>;
 using Backend = sdp::SDPBackend;
 
-Backend sdp_choice(const Tensor& q, const Tensor& k, const Tensor& v, Mask mask, double p, bool causal, optional<double> scale, bool gqa) {
+Backend sdp_choice(const Tensor& q, const Tensor& k, const Tensor& v, Mask mask, double p, bool causal, Scale scale, bool gqa) {
   const auto m = mask && mask->defined() ? optional<Tensor>(shadow(*mask)) : std::nullopt;
   return static_cast<Backend>(at::_fused_sdp_choice(shadow(q), shadow(k), shadow(v), m, p, causal, scale, gqa));
 }
 
-Tensor sdpa(const Tensor& q, const Tensor& k, const Tensor& v, Mask mask, double p, bool causal, optional<double> scale, bool gqa) {
+Tensor sdpa(const Tensor& q, const Tensor& k, const Tensor& v, Mask mask, double p, bool causal, Scale scale, bool gqa) {
   const bool ours = is_lazy(q) && q.dim() == 4 && k.device() == q.device() && v.device() == q.device();
   if (physical_type() == c10::kCUDA || !ours || sdp_choice(q, k, v, mask, p, causal, scale, gqa) != Backend::flash_attention)
     return at::native::scaled_dot_product_attention(q, k, v, mask, p, causal, scale, gqa);
   auto m = mask;
   if (m && m->defined() && m->scalar_type() == at::kBool)
-    m = at::where(*m, at::scalar_tensor(0.0, q.options()), at::scalar_tensor(-std::numeric_limits<double>::infinity(), q.options()));
+    m = at::where(*m, at::zeros({}, q.options()), at::scalar_tensor(-std::numeric_limits<double>::infinity(), q.options()));
   return std::get<0>(at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, p, causal, m, scale));
 }
 
-int64_t sdp_choice_stub(const Tensor& q, const Tensor& k, const Tensor& v, Mask mask, double p, bool causal, optional<double> scale,
+int64_t sdp_choice_stub(const Tensor& q, const Tensor& k, const Tensor& v, Mask mask, double p, bool causal, Scale scale,
                         bool gqa) {
   const bool cpu = physical_type() == c10::kCPU;
   return static_cast<int64_t>(cpu ? Backend::math : sdp_choice(q, k, v, mask, p, causal, scale, gqa));
@@ -174,7 +177,8 @@ Tensor dropout(const Tensor& input, double p, bool train) {
 // Ops with a composite kernel that would fall apart before it reaches us.
 void keep_whole(torch::Library& m) {
   auto boxed = [&](const std::string& name) { m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&record_boxed>()); };
-  for (const char* name : {"native_layer_norm", "native_group_norm", "convolution", "convolution_backward", "binary_cross_entropy_with_logits"})
+  for (const char* name :
+       {"native_layer_norm", "native_group_norm", "convolution", "convolution_backward", "binary_cross_entropy_with_logits"})
     boxed(name);
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
     if (name.name.rfind("aten::_foreach_", 0) != 0) continue;
@@ -196,7 +200,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", local_scalar_dense);
   m.impl("resize_", resize_);
   m.impl("set_.source_Storage_storage_offset", set_storage);
-  m.impl("set_.source_Storage", [](Tensor& self, at::Storage source) -> Tensor& { return at::native::set_(self, std::move(source)); });
+  m.impl("set_.source_Storage", [](Tensor& self, at::Storage source) -> Tensor& { return at::native::set_(self, source); });
   m.impl("set_.source_Tensor", TORCH_FN(at::native::set_tensor_));
   m.impl("set_", set_nothing);
   m.impl("is_set_to", TORCH_FN(at::native::is_set_to));

@@ -66,7 +66,8 @@ struct Runner {
     switch (a.kind) {
       case ArgKind::Tensor: return tensor(0);
       case ArgKind::TensorList: return make_list<at::Tensor>(n, tensor);
-      case ArgKind::OptTensorList: return make_list<std::optional<at::Tensor>>(n, [&](size_t i) { return if_defined(tensor(i)); });
+      case ArgKind::OptTensorList:
+        return make_list<std::optional<at::Tensor>>(n, [&](size_t i) { return if_defined(tensor(i)); });
       case ArgKind::Scalar: return number(0);
       case ArgKind::FloatList: return make_list<double>(n, [&](size_t i) { return number(i).toDouble(); });
       case ArgKind::ScalarList: return make_list<c10::Scalar>(n, [&](size_t i) { return number(i).toScalar(); });
@@ -156,16 +157,12 @@ struct Runner {
   void run(const Program::Python& p, int32_t) { p.run(slots, trace.scalars); }
 };
 
-void* physical_stream(DeviceIndex i) {
-  if (physical_type() != c10::kCUDA) return nullptr;
-  return c10::impl::VirtualGuardImpl(c10::kCUDA).getStream(physical_device(i)).native_handle();
-}
-
 }  // namespace
 
 void Program::run(Trace& trace, DeviceIndex device, int32_t& failed) const {
   PlainDispatch plain(device);
-  Runner runner{trace, device, launches ? physical_stream(device) : nullptr, std::vector<c10::Storage>(slots)};
+  const auto stream = [&] { return c10::impl::VirtualGuardImpl(c10::kCUDA).getStream(physical_device(device)).native_handle(); };
+  Runner runner{trace, device, launches ? stream() : nullptr, std::vector<c10::Storage>(slots)};
   for (auto [buffer, slot] : inputs) {
     auto& b = trace.buffers[buffer];
     if (!b->physical) b->physical = physical_bytes(b->nbytes, device);  // read before anything wrote it: torch.empty

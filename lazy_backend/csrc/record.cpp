@@ -26,7 +26,9 @@ const OpInfo& op_info(const c10::OperatorHandle& op) {
 namespace {
 
 // One word a kind of value, so that no two calls read alike.
-enum Word : uint64_t { kNone = 1, kInt, kFalse, kTrue, kDouble, kComplex, kOther, kUndefined, kForeign, kWrapped, kDevice, kGenerator, kNumber };
+enum Word : uint64_t {
+  kNone = 1, kInt, kFalse, kTrue, kDouble, kComplex, kOther, kUndefined, kForeign, kWrapped, kDevice, kGenerator, kNumber
+};
 constexpr uint64_t kList = 0x100, kLayout = 0x200;
 
 void add_layout(const c10::TensorImpl* t, std::vector<uint64_t>& words) {
@@ -319,7 +321,9 @@ const char* Recorder::append(const OpInfo& op, const IValue* args, c10::ArrayRef
   const Site site = capture_site();  // these two may wait for the GIL
   const int64_t backward = backward_sequence();
   std::lock_guard<std::mutex> lock(mutex);
-  each_tensor(op, args, [](size_t, const at::Tensor& t) { TORCH_CHECK(!is_lazy(t) || !buffer_of(t)->error, *buffer_of(t)->error); });
+  each_tensor(op, args, [](size_t, const at::Tensor& t) {
+    if (is_lazy(t)) buffer_of(t)->check();
+  });
   Trace& t = *trace_;
   Instr instr{&op, static_cast<int32_t>(t.args.size())};
   instr.site = site;
@@ -350,7 +354,8 @@ void record_boxed(const c10::OperatorHandle& handle, Stack* stack) {
   auto& r = recorder(common_device(op, args));
   switch (op.masks_matter && !boolean_index(op, args) ? Recordable::Yes : op.recordable) {
     case Recordable::Yes: return r.record(op, stack);
-    case Recordable::DataDependent: return r.run_now(op, stack, "data_dependent_shape", op.name + ": its result depends on the values");
+    case Recordable::DataDependent:
+      return r.run_now(op, stack, "data_dependent_shape", op.name + ": its result depends on the values");
     case Recordable::ReturnsNumber: return r.run_now(op, stack, "value_access", op.name + " returns a Python value");
     default: return r.run_now(op, stack, "unrecordable", op.name + " cannot be recorded");
   }
@@ -420,7 +425,7 @@ at::Tensor Recorder::materialise(const at::Tensor& t, const char* kind, const st
   auto* b = buffer_of(t);
   if (is_pending(b)) barrier(kind, reason);
   std::unique_lock<std::mutex> lock(mutex);
-  TORCH_CHECK(!b->error, *b->error);
+  b->check();
   if (b->physical) return alias_storage(b->physical, t);
   const auto n = b->nbytes;
   lock.unlock();
