@@ -85,6 +85,15 @@ def layer_norm_gradient(grad: torch.Tensor, x: torch.Tensor, w: torch.Tensor, me
     return torch.ops.aten.native_layer_norm_backward(grad, x, [x.shape[-1]], mean, scale, w, w, [True, True, True])
 
 
+def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6).bfloat16() * weight
+
+
+def gelu_gradient(grad: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    inner = torch.ops.aten.gelu_backward(grad, x)
+    return inner, inner.sum(0)
+
+
 def cases(rows: int, columns: int) -> dict[str, tuple[Callable[..., Any], list[torch.Tensor], float]]:
     """Name: program, inputs, bytes that must move."""
 
@@ -102,13 +111,13 @@ def cases(rows: int, columns: int) -> dict[str, tuple[Callable[..., Any], list[t
         "bias+gelu+residual": (lambda x, b, y: F.gelu(x + b) + y, [x, row, y], 3 * unit),
         "softmax": (lambda x: x.softmax(-1), [x], 2 * unit),
         "layernorm": (lambda x, w, b: F.layer_norm(x, (columns,), w, b), [x, row, row.clone()], 2 * unit),
-        "rmsnorm": (lambda x, w: x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6).bfloat16() * w, [x, row], 2 * unit),
+        "rmsnorm": (rms_norm, [x, row], 2 * unit),
         "add+layernorm": (lambda x, y, w, b: (x + y, F.layer_norm(x + y, (columns,), w, b)), [x, y, row, row.clone()], 4 * unit),
         "layernorm gradient": (layer_norm_gradient, [x, y, row, mean, scale], 3 * unit),
         "full sum": (lambda x: x.sum(), [x], unit),
         "row sum": (lambda x: x.sum(1), [x], unit),
         "column sum": (lambda x: x.sum(0), [x], unit),
-        "gelu gradient+column sum": (lambda g, x: (lambda d: (d, d.sum(0)))(torch.ops.aten.gelu_backward(g, x)), [x, y], 3 * unit),
+        "gelu gradient+column sum": (gelu_gradient, [x, y], 3 * unit),
         "transpose+add": (lambda x, y: x.t() + y, [square, square.clone()], 3 * square.nbytes),
         "swiglu": (lambda x: F.silu(x[:, :half]) * x[:, half:], [x], 1.5 * unit),
         "log-softmax mean": (lambda x: x.log_softmax(-1).mean(), [x], unit),

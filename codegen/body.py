@@ -22,7 +22,7 @@ class Step:
     """An instruction of a body. ``form`` is the address pattern over the full space (loads, stores, gathers, coords).
 
     ``phase`` counts the reductions that must be complete before it. ``stage``: "load", "store", "gather", "expr",
-    "reduce", "coord", "scalar", "host", "size" as for `codegen.instructions.Instr`.
+    "reduce", "coord", "scalar", "size" as for `codegen.instructions.Instr`.
     """
 
     stage: str
@@ -83,7 +83,8 @@ class BodyBuilder:
         self.group = group
         self.body = Body(group.numel, group.reduced)
         self._made: dict[int, Step] = {}
-        self._current: dict[PlaceKey, Step] = {}  # what a place holds now: loaded before or written by the group
+        self._current: dict[PlaceKey, Step] = {}  # what the group wrote to a place
+        self._loaded: dict[tuple[PlaceKey, int], Step] = {}
         self._written: dict[PlaceKey, list[tuple[MemAccess, int]]] = {}
         self._inputs: dict[tuple[object, ...], Step] = {}
 
@@ -126,7 +127,7 @@ class BodyBuilder:
             return self._gather(instr, args[0])
         if instr.kind == "coord":
             return self._coord(unit, instr.payload, level)
-        if instr.kind in ("scalar", "host", "size"):
+        if instr.kind in ("scalar", "size"):
             key = (instr.kind, instr.payload, instr.dtype)
             if key not in self._inputs:
                 self._inputs[key] = self.body.add(Step(instr.kind, instr.dtype, UNIFORM, payload=instr.payload))
@@ -141,10 +142,13 @@ class BodyBuilder:
         assert access is not None
         form = self._full(access.form, level)
         place = self._place(access, form)
-        if place not in self._current:
+        if place in self._current:
+            return self._current[place]
+        key = (place, level if self.group.split else FULL)  # a split reduction's two kernels load for themselves
+        if key not in self._loaded:
             step = Step("load", instr.dtype, self._loosest(form, level), access=access, form=form, kept_form=access.form)
-            self._current[place] = self.body.add(step)
-        return self._current[place]
+            self._loaded[key] = self.body.add(step)
+        return self._loaded[key]
 
     def _loosest(self, form: Form, level: int) -> int:
         """A load that does not change along the reduced dimensions belongs outside the loop over them."""

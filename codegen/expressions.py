@@ -46,8 +46,9 @@ Text = str | Callable[[Case], str]
 @dataclass(frozen=True, slots=True)
 class Row:
     """``promote``: "default" (torch's), "float" (integers become floats), "division" ("float" unless it rounds to an
-    integer), "compare" (computes in the common dtype, gives bool), "truth" (operands become bool), "cast" (computes in the first operand's dtype, then converts to the result's),
-    or "result" (everything is converted to the result's dtype first)."""
+    integer), "compare" (computes in the common dtype, gives bool), "truth" (operands become bool), "cast" (computes in the
+    first operand's dtype, then converts to the result's), or "result" (everything is converted to the result's dtype first).
+    """
 
     text: Text
     promote: str = "default"

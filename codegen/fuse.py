@@ -29,7 +29,8 @@ LoadKey = tuple[object, ...]
 def plan(graph: Graph, order: Iterable[tuple[Node, Node]] = (), tuning: Tuning = HOPPER) -> Plan:
     """Kernels and extern calls for ``graph``, in an order that keeps data flow, overwrites and the extra edges ``order``.
 
-    ``order`` holds (earlier, later) pairs that data flow does not show: collectives, segments.
+    ``order`` holds (earlier, later) pairs that data flow does not show: collectives, segments; ``graph.nodes`` already keeps
+    them.
     """
     units = lower_all(graph)
     add_dependencies(graph, units, order)
@@ -83,7 +84,8 @@ def needed_values(unit: Unit) -> list[Value]:
     if unit.part is None:
         return list(unit.node.inputs())
     mine = dict.fromkeys(written_values(unit))
-    bases = [write.base for write in unit.node.all_writes() if write.base is not None and write.value in mine]
+    partial = [write for write in unit.node.all_writes() if not write.layout.covers(write.value.buffer.nbytes)]
+    bases = [write.base for write in partial if write.base is not None and write.value in mine]
     return [access.value for mode, access in unit.part.accesses() if mode == "r"] + bases
 
 
@@ -100,6 +102,7 @@ def add_dependencies(graph: Graph, units: Sequence[Unit], order: Iterable[tuple[
     producer: dict[Value, Unit] = {}
     users: dict[Value, dict[Unit, None]] = {}
     by_node: dict[Node, list[Unit]] = {}
+    overwritten = {new: old for values in graph.values for old, new in zip(values, values[1:])}  # passes leave gaps in versions
     for unit in units:
         by_node.setdefault(unit.node, []).append(unit)
         for value in needed_values(unit):
@@ -108,8 +111,8 @@ def add_dependencies(graph: Graph, units: Sequence[Unit], order: Iterable[tuple[
             users.setdefault(value, {})[unit] = None
         for value in written_values(unit):
             producer[value] = unit
-            if value.buffer.index >= 0 and value.version > 0:
-                old = graph.values[value.buffer.index][value.version - 1]
+            old = overwritten.get(value)
+            if old is not None:
                 unit.before.update(users.get(old, {}))
                 if old in producer:
                     unit.before[producer[old]] = None

@@ -38,16 +38,13 @@ class MemAccess:
     def key(self) -> tuple[object, ...]:
         return (self.value, self.form, self.dtype, self.byte_offset, self.level)
 
-    def same_elements(self, other: "MemAccess") -> bool:
-        return self.form == other.form and self.dtype is other.dtype and self.byte_offset == other.byte_offset
-
     def overlaps(self, other: "MemAccess") -> bool:
         return self.low < other.high and other.low < self.high
 
 
 @dataclass(slots=True, eq=False)
 class Instr:
-    """``kind``: "load", "store", "gather", "expr", "reduce", "coord", "scalar", "host", "size".
+    """``kind``: "load", "store", "gather", "expr", "reduce", "coord", "scalar", "size".
 
     ``text`` is an expression over {0}, {1}, ... (expr) or the combining function's name (reduce). ``dtype`` is what the
     result is held in. ``payload`` is the kind's own datum: the interval of a coord, the scalar's index, the size.

@@ -7,7 +7,7 @@ from typing import Any, Callable, Mapping, MutableMapping, Sequence
 
 import torch
 
-from codegen.kernel import ExternStep, HostScalar, KernelArg, KernelStep, Plan, Pointer, Scalar, Temporary
+from codegen.kernel import ExternStep, KernelArg, KernelStep, Plan, Pointer, Scalar, Temporary
 from codegen.triton_compile import interpret
 
 Memory = Mapping[int, torch.Tensor]
@@ -23,9 +23,6 @@ def resolve(arg: KernelArg, memory: Memory, scratch: MutableMapping[int, torch.T
         return memory[arg.source.buffer.index][arg.byte_offset :]
     if isinstance(arg, Scalar):
         return float(scalars[arg.index]) if arg.dtype.is_floating_point else int(scalars[arg.index])
-    if isinstance(arg, HostScalar):
-        data = memory[arg.value.buffer.index][arg.byte_offset : arg.byte_offset + arg.source_dtype.itemsize]
-        return data.clone().view(arg.source_dtype).to(arg.dtype).item()
     return arg.value
 
 

@@ -35,23 +35,13 @@ class Scalar:
 
 
 @dataclass(frozen=True, slots=True)
-class HostScalar:
-    """The number in a 0-d CPU tensor, read at launch: ``source_dtype`` at ``byte_offset``, converted to ``dtype``."""
-
-    value: Value
-    byte_offset: int
-    source_dtype: torch.dtype
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
 class Size:
     """A size, stride or count known when the kernel is planned; passed by value so that it is not compiled in."""
 
     value: int
 
 
-KernelArg = Pointer | Scalar | HostScalar | Size
+KernelArg = Pointer | Scalar | Size
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from codegen import cross_entropy, forms, normalisation, reductions
 from codegen.expressions import Unsupported
+from codegen.foreach import PREFIX, lower_foreach
 from codegen.group import MAX_DIMS
 from codegen.instructions import Part
 from codegen.lowering import argument_names
@@ -46,7 +47,10 @@ def lower(node: Node, scratch: int) -> list[Part]:
         names = argument_names(node.target)
         if "dim" in names:
             raise Unsupported(f"no kernel for {node.target}")
-    parts = how(node, scratch) if how else [lower_pointwise(node)]
+    if node.name.startswith(PREFIX):
+        parts = lower_foreach(node)
+    else:
+        parts = how(node, scratch) if how else [lower_pointwise(node)]
     for part in parts:
         _check(part)
     return parts

@@ -17,7 +17,15 @@ from codegen.forms import Reduced
 from codegen.instructions import FULL, KEPT, UNIFORM, Instr, MemAccess, Part
 from codegen.promotion import COMPUTABLE, HALF, TRITON_TYPES, compute_dtype
 from ir_nodes.layout import Layout
-from ir_nodes.node import BufferKind, Node, Operand, ScalarInput, Target, Value
+from ir_nodes.node import Node, Operand, ScalarInput, Target, Value
+
+_FILLS: dict[str, str | int] = {
+    "fill_": "value", "full": "fill_value", "full_like": "fill_value", "scalar_tensor": "s",
+    **{name: 0 for name in ("zero_", "zeros", "zeros_like", "new_zeros")},
+    **{name: 1 for name in ("ones", "ones_like", "new_ones")},
+}  # fmt: skip
+"""Ops that fill a tensor: the argument that holds the number, or the number."""
+
 
 @lru_cache(maxsize=4096)
 def argument_names(target: str) -> tuple[str, ...]:
@@ -32,13 +40,29 @@ def argument_names(target: str) -> tuple[str, ...]:
 
 def arguments(node: Node) -> dict[str, Any]:
     """The node's arguments by schema name; an argument written in place appears as the operand it reads, if it reads one."""
-    out: dict[str, Any] = {}
-    for name, arg in zip(argument_names(node.target), node.args):
+
+    def seen(arg: Any) -> Any:
+        if isinstance(arg, tuple):
+            return tuple(seen(item) for item in arg)
         if isinstance(arg, Target):
             write = node.writes[arg.index]
-            arg = Operand(write.base, write.layout) if write.reads_old and write.base is not None else arg
-        out[name] = arg
-    return out
+            return Operand(write.base, write.layout) if write.reads_old and write.base is not None else arg
+        return arg
+
+    return {name: seen(arg) for name, arg in zip(argument_names(node.target), node.args)}
+
+
+def fill_of(operand: Operand) -> ScalarInput | int | float | None:
+    """The one number that every element of ``operand`` is known to be, because an op filled its whole buffer with it."""
+    node = operand.value.producer
+    if node is None or node.name not in _FILLS or len(node.writes) != 1:
+        return None
+    write = node.writes[0]
+    if write.layout.dtype is not operand.layout.dtype or not write.layout.covers(operand.value.buffer.nbytes):
+        return None
+    known = _FILLS[node.name]
+    number = arguments(node).get(known) if isinstance(known, str) else known
+    return number if isinstance(number, (ScalarInput, bool, int, float)) else None
 
 
 def literal(number: bool | int | float) -> str:
@@ -82,22 +106,14 @@ class Lowering:
         return MemAccess(value, form, layout.dtype, layout.offset * layout.itemsize, level, *byte_span(layout))
 
     def load(self, operand: Operand, level: int = FULL) -> Instr:
-        """The operand's elements in their compute dtype; a 0-d host tensor becomes a kernel argument."""
+        """The operand's elements in their compute dtype."""
         layout = operand.layout
-        if operand.value.buffer.kind is BufferKind.HOST:
-            return self._host(operand)
+        filled = fill_of(operand)
+        if filled is not None:
+            return self.read(filled, layout.dtype)
         access = self.access(operand.value, layout, level)
         rounded = layout.dtype if layout.dtype in HALF else None
         return self._add(Instr("load", compute_dtype(layout.dtype), level, access=access, rounded=rounded))
-
-    def _host(self, operand: Operand) -> Instr:
-        layout = operand.layout
-        if layout.numel != 1 or layout.dtype not in COMPUTABLE or operand.value.producer is not None:
-            raise Unsupported(f"host tensor {layout}")
-        dtype = layout.dtype
-        held = dtype if dtype is torch.float64 else torch.float32 if dtype.is_floating_point else torch.int64
-        payload = (operand.value, layout.offset * layout.itemsize, dtype)
-        return self._add(Instr("host", held, UNIFORM, payload=payload))
 
     def scalar(self, number: ScalarInput, dtype: torch.dtype) -> Instr:
         """A number input as ``dtype``."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from codegen.expressions import function
 from codegen.instructions import Instr, Part
-from codegen.lowering import Lowering, arguments
+from codegen.lowering import Lowering, arguments, Unsupported
 from codegen.promotion import HALF
 from codegen.reductions import mean_of, operand_of, reduction, write_kept
 from ir_nodes.node import Node
@@ -113,6 +113,8 @@ def _layer_norm_grad_input(node: Node, args: dict[str, Any], rank: int, index: i
 
 
 def _layer_norm_grad_affine(node: Node, args: dict[str, Any], rank: int, weight: int | None, bias: int | None) -> Part:
+    if rank == 0:
+        raise Unsupported("a layer norm over every dimension, whose weight gradient reduces nothing")
     lowering, dims = reduction(node, operand_of(args["input"]), tuple(range(rank)))
     lowering.part.column = True
     if weight is not None:

@@ -13,7 +13,7 @@ from codegen.expressions import ROWS, Case, Row, Unsupported, function
 from codegen.instructions import Instr, Part
 from codegen.lowering import Lowering, arguments
 from codegen.promotion import HALF, category, common_dtype, compute_dtype
-from ir_nodes.node import BufferKind, Node, Operand, ScalarInput
+from ir_nodes.node import Node, Operand, ScalarInput
 
 _PROMOTING_NUMBERS = frozenset(("self", "other", "exponent", "min", "max", "min_val", "max_val"))
 _CALL = re.compile(r"@(\w+)")
@@ -34,15 +34,19 @@ def base_name(node: Node) -> str:
 def lower_pointwise(node: Node) -> Part:
     """The part of an elementwise node. Raises Unsupported with the reason where the table has no row for it."""
     row = ROWS.get(base_name(node))
-    if row is None or (row.text == "" or len(node.writes) != 1 or node.effects):
+    if row is None or len(node.writes) != 1:
         raise Unsupported(f"no kernel for {node.target}")
-    args = arguments(node)
-    out = node.writes[0].layout
+    return lower_row(node, row, arguments(node), 0)
+
+
+def lower_row(node: Node, row: Row, args: Mapping[str, Any], index: int) -> Part:
+    """The part that computes ``node.writes[index]`` by ``row`` from ``args``, which are named as in the row's text."""
+    out = node.writes[index].layout
     lowering = Lowering(node, out.size)
     dtype = _dtype(row, args, out.dtype)
     constants = {name: arg for name, arg in args.items() if not isinstance(arg, (Operand, ScalarInput))}
     text = row.text(Case(compute_dtype(dtype), constants)) if callable(row.text) else row.text
-    lowering.write(0, _evaluate(lowering, row, text, args, dtype, out.dtype))
+    lowering.write(index, _evaluate(lowering, row, text, args, dtype, out.dtype))
     return lowering.part
 
 
@@ -63,10 +67,7 @@ def _read(lowering: Lowering, args: Mapping[str, Any], name: str, row: Row, dtyp
         raise Unsupported(f"argument {name} is missing")
     arg = args[name]
     exact = row.promote == "compare"  # ATen compares in the common dtype, but computes with numbers unrounded
-    on_host = isinstance(arg, Operand) and arg.value.buffer.kind is BufferKind.HOST
-    if on_host or not isinstance(arg, Operand):
-        return lowering.read(arg, dtype if exact else compute_dtype(dtype))
-    return lowering.read(arg, dtype)
+    return lowering.read(arg, dtype if exact or isinstance(arg, Operand) else compute_dtype(dtype))
 
 
 def _dtype(row: Row, args: Mapping[str, Any], out: torch.dtype) -> torch.dtype:
@@ -77,9 +78,15 @@ def _dtype(row: Row, args: Mapping[str, Any], out: torch.dtype) -> torch.dtype:
         return torch.bool
     if row.promote == "cast":
         return _source_dtype(row, args, out)
-    common = _common(row, args, out)
+    common = _common(row, args)
+    if out is torch.float64 and common.is_floating_point and not any(map(_is_float, args.values())):
+        return out  # a 0-d float64 tensor among integers arrives as a number
     floats = row.promote == "float" or (row.promote == "division" and args.get("rounding_mode") is None)
     return torch.get_default_dtype() if floats and not common.is_floating_point else common
+
+
+def _is_float(arg: Any) -> bool:
+    return isinstance(arg, Operand) and arg.layout.dtype.is_floating_point
 
 
 def _source_dtype(row: Row, args: Mapping[str, Any], out: torch.dtype) -> torch.dtype:
@@ -87,18 +94,14 @@ def _source_dtype(row: Row, args: Mapping[str, Any], out: torch.dtype) -> torch.
     return operand.layout.dtype if isinstance(operand, Operand) else out
 
 
-def _common(row: Row, args: Mapping[str, Any], out: torch.dtype) -> torch.dtype:
+def _common(row: Row, args: Mapping[str, Any]) -> torch.dtype:
     typed = {entry.split(":")[0] for entry in row.typed}
     tensors, scalars, numbers = [], [], []
     for name, arg in args.items():
         if name in typed or name == "out":
             continue
         if isinstance(arg, Operand):
-            hosted = arg.value.buffer.kind is BufferKind.HOST and arg.layout.dtype is torch.float64 and out is not torch.float64
-            if hosted:  # a Python number that the dispatcher wrapped
-                numbers.append("float")
-            else:
-                (tensors if arg.layout.size else scalars).append(arg.layout.dtype)
+            (tensors if arg.layout.size else scalars).append(arg.layout.dtype)
         elif name in _PROMOTING_NUMBERS and isinstance(arg, (ScalarInput, bool, int, float)):
             numbers.append(arg.kind if isinstance(arg, ScalarInput) else type(arg).__name__)
     if "complex" in numbers:

@@ -7,7 +7,7 @@ import torch
 
 from codegen.body import Scratch
 from codegen.instructions import MemAccess
-from codegen.kernel import HostScalar, KernelArg, Pointer, Scalar, Size, Temporary
+from codegen.kernel import KernelArg, Pointer, Scalar, Size, Temporary
 from ir_nodes.node import Value
 
 POINTER_TYPES = {
@@ -55,17 +55,11 @@ class ArgumentList:
         return self._add(("s", value), f"s{count}", "i64" if self.wide else "i32", Size(value))
 
     def number(self, stage: str, payload: object, dtype: torch.dtype) -> str:
-        """A number input, host tensor or count."""
+        """A number input or a count."""
         count = sum(1 for key in self._known if key[0] == "a")
         kind = POINTER_TYPES[dtype]
-        argument: KernelArg
-        if stage == "scalar":
-            argument = Scalar(int(payload), dtype)  # type: ignore[call-overload]
-        elif stage == "host":
-            value, offset, source_dtype = payload  # type: ignore[misc]
-            argument = HostScalar(value, offset, source_dtype, dtype)
-        else:
-            argument = Size(int(payload))  # type: ignore[call-overload]
+        number = int(payload)  # type: ignore[call-overload]
+        argument = Scalar(number, dtype) if stage == "scalar" else Size(number)
         return self._add(("a", stage, payload, dtype), f"a{count}", kind, argument)
 
     def divisible(self) -> tuple[str, ...]:

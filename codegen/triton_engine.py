@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import os
 import threading
-from pathlib import Path
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 import torch
 
 from codegen.engine import Context, EngineError
 from codegen.executable import Emit, Program, emit_call
 from codegen.fuse import plan
-from codegen.interpreted import run_kernel
+from codegen.interpreted import resolve
 from codegen.kernel import Kernel, KernelArg, KernelStep, Pointer, Scalar, Size, Temporary
 from codegen.memory_plan import StepUse
-from codegen.triton_compile import Compiled, KernelCompileError, compile_kernel, source_path, write_source
+from codegen.triton_compile import Compiled, KernelCompileError, compile_kernel, interpret, write_source
 from codegen.tuning import HOPPER, INTERPRETER
 from ir_nodes import Graph
 
+Interpreted = Callable[[tuple[int, int, int], Sequence[Any]], None]
 _compiled: dict[tuple[Kernel, int], Compiled] = {}
+_interpreted: dict[Kernel, Interpreted] = {}
 _lock = threading.Lock()
 _SCALAR_KINDS = {torch.float32: "fp32", torch.float64: "fp64", torch.int64: "i64"}
 
@@ -34,7 +33,7 @@ def triton(graph: Graph, context: Context) -> tuple[list[Emit], list[int]]:
     planned = plan(graph, tuning=HOPPER if context.cuda else INTERPRETER)
     kernels = list(dict.fromkeys(step.kernel for step in planned.steps if isinstance(step, KernelStep)))
     try:
-        compiled = compile_all(kernels, context) if context.cuda else {kernel: None for kernel in kernels if show(kernel, context)}
+        ready = compile_all(kernels, context) if context.cuda else interpret_all(kernels, context)
     except (KernelCompileError, OSError) as error:
         raise EngineError(str(error)) from error
     base = len(graph.buffers)
@@ -44,34 +43,39 @@ def triton(graph: Graph, context: Context) -> tuple[list[Emit], list[int]]:
         if not isinstance(step, KernelStep):
             emits.append(emit_call(step.node, context.recording))
         elif context.cuda:
-            emits.append(emit_launch(step, compiled[step.kernel], scratch))
+            emits.append(emit_launch(step, ready[step.kernel], scratch))
         else:
-            emits.append(emit_interpreted(step, base, context.kernel_dir))
+            emits.append(emit_interpreted(step, ready[step.kernel], base))
     return emits, [temporary.nbytes for temporary in planned.temporaries]
 
 
 def compile_all(kernels: Sequence[Kernel], context: Context) -> dict[Kernel, Compiled]:
-    """Compile what is not compiled yet, in parallel. Raises KernelCompileError."""
-    missing = [kernel for kernel in kernels if (kernel, context.device) not in _compiled]
+    """Compile what is not compiled yet, one after the other: Triton's compiler is not safe in threads.
 
-    def build(kernel: Kernel) -> None:
-        with torch.cuda.device(context.device):
-            result = compile_kernel(kernel, context.kernel_dir)
-        with _lock:
-            _compiled[kernel, context.device] = result
-
-    with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1, len(missing)))) as pool:
-        list(pool.map(build, missing))
-    for kernel in missing:
-        show(kernel, context)
+    Raises KernelCompileError.
+    """
+    for kernel in kernels:
+        with _lock, torch.cuda.device(context.device):
+            if (kernel, context.device) not in _compiled:
+                show(kernel, context)
+                _compiled[kernel, context.device] = compile_kernel(kernel, context.kernel_dir)
     return {kernel: _compiled[kernel, context.device] for kernel in kernels}
 
 
-def show(kernel: Kernel, context: Context) -> bool:
+def interpret_all(kernels: Sequence[Kernel], context: Context) -> dict[Kernel, Interpreted]:
+    """Load what is to be interpreted. Raises KernelCompileError."""
+    for kernel in kernels:
+        with _lock:
+            if kernel not in _interpreted:
+                show(kernel, context)
+                _interpreted[kernel] = interpret(kernel, context.kernel_dir)
+    return {kernel: _interpreted[kernel] for kernel in kernels}
+
+
+def show(kernel: Kernel, context: Context) -> None:
     if context.show is not None:
         path = write_source(kernel, context.kernel_dir)
         context.show(f"# {path}\n{kernel.source}")
-    return True
 
 
 def use_of(step: KernelStep) -> StepUse:
@@ -108,10 +112,11 @@ def launch_arg(arg: KernelArg, scratch: dict[int, int]) -> tuple[str, int, int]:
     raise AssertionError(f"unknown kernel argument {arg}")
 
 
-def emit_interpreted(step: KernelStep, base: int, folder: Path) -> Emit:
+def emit_interpreted(step: KernelStep, run_kernel: Interpreted, base: int) -> Emit:
     def run(slots: list[Any], scalars: list[Any]) -> None:
         memory = {index: slot for index, slot in enumerate(slots[:base]) if slot is not None}
         scratch = {index: slot for index, slot in enumerate(slots[base:]) if slot is not None}
-        run_kernel(step, memory, scratch, scalars, folder)
+        with _lock:  # the interpreter changes triton.language while it runs
+            run_kernel(step.grid, [resolve(arg, memory, scratch, scalars) for arg in step.args])
 
     return Emit(use_of(step), written(step), lambda program: program.python(run, step.nodes[0].instr))

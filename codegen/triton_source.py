@@ -175,7 +175,7 @@ class SourceWriter(IndexWriter):
 
     def _emit(self, step: Step) -> None:
         self._emitted.add(id(step))
-        if step.stage in ("scalar", "host", "size"):
+        if step.stage in ("scalar", "size"):
             self._names[id(step)] = self.arguments.number(step.stage, step.payload, step.dtype)
         elif step.stage == "load":
             self._load(step)

@@ -30,8 +30,8 @@ class Tuning:
 
     ``column_width`` and ``column_tile``: results and elements per step where columns are reduced. ``lane``, ``loop_lane``:
     elements per thread of a reduction held in registers and of one in a loop. ``column_stages``: how many steps ahead a loop
-    over rows loads. ``programs``: how many programs keep the machine busy. ``persistent``: the longest reduction held in registers.
-    ``split_column`` and ``split_row``: the longest reduction that is left to one program where there are few results;
+    over rows loads. ``programs``: how many programs keep the machine busy. ``persistent``: the longest reduction held in
+    registers. ``split_column`` and ``split_row``: the longest reduction that is left to one program where there are few results;
     ``split_numel``: below so many elements none is split.
     """
 

@@ -164,8 +164,8 @@ def parse(arguments: list[str] | None = None) -> Options:
     parser.add_argument("--bf16", action="store_true", help="run under autocast to bfloat16")
     parser.add_argument("--curve", type=Path, help="JSON file for the losses")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    for name, text in (("steps", "optimizer steps"), ("seed", "of weights, batches and sample"), ("batch", "sequences per step"),
-                       ("context", "bytes per sequence; 0: the size's own"), ("read-every", "steps between two reads of the loss"),
+    for name, text in (("steps", "optimizer steps"), ("seed", "of weights, batches and sample"), ("batch", "sequences a step"),
+                       ("context", "bytes a sequence; 0: the size's own"), ("read-every", "steps between two reads of the loss"),
                        ("held-out-batches", "batches of the held-out loss"), ("sample", "bytes of text to write at the end")):
         parser.add_argument(f"--{name}", type=int, default=getattr(plain, name.replace("-", "_")), help=text)
     return Options(**vars(parser.parse_args(arguments)))

@@ -21,8 +21,7 @@ def to_fx(graph: Graph, device: torch.device | str = "cpu") -> fx.GraphModule:
     """A module that computes ``graph`` on tensors of ``device``.
 
     It takes `fx_inputs(graph, buffers)`, one tensor for each of ``graph.inputs()`` in that order, then one number for each
-    of ``graph.scalars``. An input is 1-D, of the dtype in which the graph first sees the buffer; what the host hands in is
-    0-d on the CPU. It returns a tuple: for each of ``graph.outputs()``, the whole buffer, 1-D of such a dtype. Nothing that
+    of ``graph.scalars``. An input is 1-D, of the dtype in which the graph first sees the buffer. It returns a tuple: for each of ``graph.outputs()``, the whole buffer, 1-D of such a dtype. Nothing that
     is passed in is changed. Random generators are neither inputs nor outputs: random ops draw from the default one.
     """
     return _Export(graph, torch.device(device)).module()
@@ -31,11 +30,7 @@ def to_fx(graph: Graph, device: torch.device | str = "cpu") -> fx.GraphModule:
 def fx_inputs(graph: Graph, buffers: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
     """The tensors that `to_fx(graph)` takes; ``buffers`` maps a buffer's index to its bytes, uint8[nbytes]."""
     dtypes = _dtypes(graph)
-    inputs = []
-    for value in _plain(graph.inputs()):
-        flat = buffers[value.buffer.index].view(dtypes[value.buffer])
-        inputs.append(flat.reshape(()) if value.buffer.kind is BufferKind.HOST else flat)
-    return inputs
+    return [buffers[value.buffer.index].view(dtypes[value.buffer]) for value in _plain(graph.inputs())]
 
 
 def strided(flat: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:
@@ -66,13 +61,8 @@ class _Export:
         self.graph, self.device = graph, device
         self.dtypes = _dtypes(graph)
         self.fx = fx.Graph()
-        self.flat: dict[Value, fx.Node] = {}
-        inputs = _plain(graph.inputs())
-        holders = {value: self.fx.placeholder(f"b{value.buffer.index}") for value in inputs}
+        self.flat: dict[Value, fx.Node] = {value: self.fx.placeholder(f"b{value.buffer.index}") for value in _plain(graph.inputs())}
         self.numbers = [self.fx.placeholder(f"s{index}") for index in range(len(graph.scalars))]
-        for value, holder in holders.items():
-            host = value.buffer.kind is BufferKind.HOST
-            self.flat[value] = self._call(_aten.reshape.default, holder, [1]) if host else holder
 
     def module(self) -> fx.GraphModule:
         for node in self.graph.nodes:

@@ -18,7 +18,6 @@ class BufferKind(enum.Enum):
 
     INPUT = "input"  # holds bytes on the device before the recording starts
     FRESH = "fresh"  # made by the recording
-    HOST = "host"  # a 0-d CPU tensor handed to a device op
     GENERATOR = "generator"  # a random generator's state; every random op reads and writes it
 
 
@@ -96,7 +95,10 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class ScalarInput:
-    """A number that is an input of the graph, so that changing it never recompiles. ``kind``: "float", "int", "bool", "complex"."""
+    """A number that is an input of the graph, so that changing it never recompiles; 0-d CPU tensors are such numbers too.
+
+    ``kind``: "float", "int", "bool", "complex".
+    """
 
     index: int
     kind: str

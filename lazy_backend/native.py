@@ -129,9 +129,17 @@ def compile_flags(name: str) -> tuple[str, ...]:
 
 
 def link_flags() -> tuple[str, ...]:
+    """The C++ runtime that torch runs on comes first: some toolchains link a static one, whose streams crash beside it."""
     folders = library_paths()
-    return ("-shared", *(f"-L{path}" for path in folders), *(f"-Wl,-rpath,{path}" for path in folders),
+    return ("-shared", *loaded_runtime(), *(f"-L{path}" for path in folders), *(f"-Wl,-rpath,{path}" for path in folders),
             "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python")
+
+
+def loaded_runtime() -> list[str]:
+    """Path of the libstdc++ that this process has loaded, if any."""
+    with open("/proc/self/maps") as maps:
+        paths = [line.split(maxsplit=5)[5].strip() for line in maps if "/libstdc++.so" in line]
+    return list(dict.fromkeys(paths))[:1]
 
 
 def ensure(build: Build, root: Path) -> Path:

@@ -86,7 +86,7 @@ def assert_same(made: torch.Tensor, wanted: torch.Tensor, rtol: float | None = N
 
 
 def check(program: Callable[..., Any], *inputs: torch.Tensor, count: int | None = None, extern: int | None = 0,
-          rtol: float | None = None, atol: float | None = None, tuning: Tuning = HOPPER, compiles: bool = True) -> Plan:
+          rtol: float | None = None, atol: float | None = None, tuning: Tuning = HOPPER) -> Plan:
     """Plan the program, run the plan in the interpreter, compare with eager and compile its kernels for Hopper.
 
     ``count``: how many kernels it must have; ``extern``: how many nodes ATen must run.
@@ -106,8 +106,7 @@ def check(program: Callable[..., Any], *inputs: torch.Tensor, count: int | None 
         index = buffer_of(recording, wanted, tensor)
         if index in held:
             assert_same(typed(memory[index], tensor), tensor, rtol, atol)
-    if compiles:
-        compile_all(made)
+    compile_all(made)
     return made
 
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import time
-import pytest
 import torch
 import torch.nn.functional as F
 from graphs import check, compile_all, execute, externs, kernels, record, typed, values_named
-from hypothesis import given, settings
-from programs import Step, inputs, interpret, steps
 from recording import Recording
 
 from codegen.fuse import plan
@@ -62,7 +58,7 @@ def test_cross_entropy_forward_is_two_kernels_and_its_gradient_one() -> None:
         (grad,) = torch.autograd.grad(loss, x)
         return [loss.detach(), grad]
 
-    check(program, data(9, 20), count=4)  # the fourth makes the gradient of the loss, 1
+    check(program, data(9, 20), count=3)  # the gradient of the loss, 1, is known and not made
     check(lambda x: F.cross_entropy(x, target), data(9, 20), count=2)
 
 
@@ -178,6 +174,19 @@ def test_dead_values_are_neither_computed_nor_stored() -> None:
     assert all("3" not in step.kernel.source.split("def pointwise")[-1].split("tl.store")[-1] for step in kernels(made))
 
 
+def test_a_filled_tensor_is_a_number_to_its_readers() -> None:
+    made = check(lambda x: x + torch.zeros(6, 7) * 2 + torch.full((7,), 0.1), data(6, 7), count=1)
+    assert len(kernels(made)[0].reads) == 1
+
+    def accumulate(x: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(6, 7)
+        total[2:4] = 1
+        total += x
+        return total
+
+    check(accumulate, data(6, 7))
+
+
 def test_partial_overwrites_keep_the_other_bytes() -> None:
     def program(x: torch.Tensor) -> torch.Tensor:
         out = x * 2
@@ -196,7 +205,7 @@ def test_extra_order_edges_hold() -> None:
     assert [step.node if isinstance(step, ExternStep) else step.nodes[0] for step in made.steps] == [first, middle, last]
 
 
-# Hand-made graphs: `out=` overloads, number inputs, 0-d host tensors
+# Hand-made graphs: `out=` overloads, number inputs
 
 
 def whole(graph: Graph, dtype: torch.dtype, size: tuple[int, ...], kind: BufferKind, live: bool = False) -> Access:
@@ -204,19 +213,18 @@ def whole(graph: Graph, dtype: torch.dtype, size: tuple[int, ...], kind: BufferK
     return Access(graph.add_buffer(layout.nbytes, kind, live), layout)
 
 
-def test_out_overloads_number_inputs_and_host_scalars() -> None:
+def test_out_overloads_and_number_inputs() -> None:
     graph = Graph()
     x = whole(graph, torch.float32, (5, 3), BufferKind.INPUT)
-    host = whole(graph, torch.float64, (), BufferKind.HOST)
     inner, out = (whole(graph, torch.float32, (5, 3), BufferKind.FRESH, live) for live in (False, True))
-    alpha, low = graph.add_scalar("float"), graph.add_scalar("int")
-    graph.record("aten::add.out", [x, host, alpha, Access(inner.buffer, inner.layout, "w")])
+    number, alpha, low = graph.add_scalar("float"), graph.add_scalar("float"), graph.add_scalar("int")
+    graph.record("aten::add.out", [x, number, alpha, Access(inner.buffer, inner.layout, "w")])
     graph.record("aten::clamp.out", [inner, low, None, Access(out.buffer, out.layout, "w")])
     made = plan(graph)
     assert len(kernels(made)) == 1 and not externs(made)
     values = data(5, 3)
-    given = {x.buffer.index: values.view(torch.uint8).view(-1), host.buffer.index: torch.tensor([0.7], dtype=torch.float64).view(torch.uint8)}
-    memory = execute(Recording(graph, given, [2.0, 1]), made)
+    given = {x.buffer.index: values.view(torch.uint8).view(-1)}
+    memory = execute(Recording(graph, given, [0.7, 2.0, 1]), made)
     torch.testing.assert_close(typed(memory[out.buffer.index], values), (values + 2.0 * 0.7).clamp(min=1))
     compile_all(made)
 
@@ -234,55 +242,3 @@ def test_planning_is_deterministic() -> None:
     made = [[step.kernel for step in kernels(plan(record(adamw, *(data(6, 7, seed=i).abs() for i in range(4)))[0].graph))]
             for _ in range(2)]
     assert made[0] == made[1]
-
-
-def chain(length: int) -> Graph:
-    """A residual network of ``length`` nodes: elementwise steps, some of them ATen's, on buffers of two sizes."""
-    graph = Graph()
-    state = whole(graph, torch.float32, (64, 32), BufferKind.INPUT)
-    skip = state
-    for index in range(length):
-        out = whole(graph, torch.float32, (64, 32), BufferKind.FRESH, index == length - 1)
-        target = Access(out.buffer, out.layout, "w")
-        if index % 7 == 3:
-            graph.record("aten::cumsum.out", [state, 0, None, target])
-        elif index % 7 == 5:
-            graph.record("aten::add.out", [state, skip, graph.add_scalar(), target])
-            skip = out
-        else:
-            graph.record("aten::mul.out", [state, graph.add_scalar(), target])
-        state = out
-    return graph
-
-
-def test_planning_time_is_linear_and_short() -> None:
-    plan(chain(50))
-    seconds = []
-    for length in (500, 2000):
-        graph = chain(length)
-        start = time.perf_counter()
-        plan(graph)
-        seconds.append(time.perf_counter() - start)
-    assert seconds[1] < 4 and seconds[1] < 12 * seconds[0]
-
-
-# Random programs
-
-
-@settings(max_examples=25, deadline=None)
-@given(program=steps(barriers=False))
-def test_random_programs_equal_eager(program: list[Step]) -> None:
-    check(lambda *given: interpret(program, list(given)), *inputs("cpu"), extern=None, rtol=1e-2, atol=1e-2, compiles=False)
-
-
-@pytest.mark.parametrize("tuning", [HOPPER, LOOPED], ids=["hopper", "looped"])
-def test_a_transformer_block_forward_and_backward(tuning: Tuning) -> None:
-    torch.manual_seed(0)
-    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, activation="gelu", batch_first=True)
-
-    def program(x: torch.Tensor) -> list[torch.Tensor]:
-        layer.zero_grad()
-        layer(x).square().mean().backward()
-        return [parameter.grad for parameter in layer.parameters()]
-
-    check(program, data(2, 5, 16), extern=None, tuning=tuning, rtol=1e-3, atol=1e-4, compiles=False)

@@ -155,3 +155,16 @@ def test_normalising_in_place_reads_before_it_writes(tuning: Tuning) -> None:
         return x
 
     check(program, data(6, 70), count=1, tuning=tuning, rtol=1e-4, atol=1e-5)
+
+
+def test_a_split_reduction_whose_result_meets_an_operand_of_its_summands() -> None:
+    def program(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scaled = x * y
+        return scaled, scaled.sum() + y
+
+    check(program, data(50, 8), data(1), tuning=SPLIT, rtol=1e-4, atol=1e-5)
+
+
+def test_empty_tensors_are_left_to_aten() -> None:
+    made = check(lambda x: (x * 2, x.sum(0)), torch.randn(0, 3), extern=2)
+    assert {step.reason for step in made.steps} == {"an empty tensor"}

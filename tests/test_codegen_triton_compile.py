@@ -101,7 +101,10 @@ def test_a_read_only_folder_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [(lambda source: source.replace("tl.store(", "tl.stoer("), "stoer"), (lambda source: source + "\n  broken(", "IndentationError")],
+    [
+        (lambda source: source.replace("tl.store(", "tl.stoer("), "stoer"),
+        (lambda source: source + "\n  broken(", "IndentationError"),
+    ],
     ids=["unknown name", "syntax"],
 )
 def test_a_kernel_that_does_not_compile_names_itself_its_file_and_the_cause(change: object, says: str, tmp_path: Path) -> None:

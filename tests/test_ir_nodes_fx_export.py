@@ -103,16 +103,13 @@ def test_strides_count_from_the_tensor_that_is_given_not_from_its_storage() -> N
     assert result.as_strided((3, 2), y.stride()).tolist() == [[10, 13], [11, 14], [12, 15]]
 
 
-def test_a_host_number_is_a_0d_tensor() -> None:
+def test_a_number_input_where_the_op_takes_a_tensor() -> None:
     graph = Graph()
-    one = Layout.contiguous(torch.float64, ())
-    x, h, y = graph.add_buffer(8, BufferKind.INPUT), graph.add_buffer(8, BufferKind.HOST), graph.add_buffer(8, live=True)
+    x, y = graph.add_buffer(8, BufferKind.INPUT), graph.add_buffer(8, live=True)
     two = Layout.contiguous(torch.float32, (2,))
-    graph.record("aten::mul.Tensor", [Access(x, two), Access(h, one)], [Access(y, two, "w")])
-    data = {0: torch.tensor([1.0, 2.0]).view(torch.uint8), 1: torch.tensor([3.0], dtype=torch.float64).view(torch.uint8)}
-    flat, number = fx_inputs(graph, data)
-    assert number.shape == () and number.item() == 3.0
-    assert to_fx(graph)(flat, number)[0].tolist() == [3.0, 6.0]
+    graph.record("aten::mul.Tensor", [Access(x, two), graph.add_scalar()], [Access(y, two, "w")])
+    (flat,) = fx_inputs(graph, {0: torch.tensor([1.0, 2.0]).view(torch.uint8)})
+    assert to_fx(graph)(flat, 3.0)[0].tolist() == [3.0, 6.0]
 
 
 def test_results_in_lists_and_undefined_results() -> None:

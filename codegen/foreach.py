@@ -1,0 +1,50 @@
+"""Lowers ops over lists of tensors, element by element, by the pointwise table. Imports `ir_nodes` and codegen's leaf modules.
+
+An optimizer's `_foreach_` ops then meet again per parameter: its whole update is one kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from codegen.expressions import ROWS, Unsupported
+from codegen.instructions import Part
+from codegen.lowering import arguments
+from codegen.pointwise import base_name, lower_row
+from ir_nodes.node import Node, Target
+
+PREFIX = "_foreach_"
+_NUMBER = {"addcmul": "value", "addcdiv": "value", "lerp": "weight", "pow": "exponent", "clamp_max": "max", "clamp_min": "min"}
+_RENAMED = {"tensors1": "end", "weights": "weight"}
+
+
+def lower_foreach(node: Node) -> list[Part]:
+    """One part per element of the list. Raises Unsupported where the table has no row for the op."""
+    name = base_name(node).removeprefix(PREFIX)
+    row = ROWS.get(name)
+    if row is None:
+        raise Unsupported(f"no kernel for {node.target}")
+    _refuse_aliases(node)
+    lists = arguments(node)
+    return [lower_row(node, row, _element(name, lists, index), index) for index in range(len(node.writes))]
+
+
+def _element(name: str, lists: dict[str, Any], index: int) -> dict[str, Any]:
+    """The arguments for one element, named as the single-tensor op names them."""
+    out: dict[str, Any] = {}
+    number = _NUMBER.get(name, "other")
+    for given, arg in lists.items():
+        if given == "scalars" and not isinstance(arg, tuple):
+            raise Unsupported("numbers in a tensor")
+        renamed = number if given in ("scalar", "scalars") or name.startswith("clamp") and given == "other" else given
+        out[_RENAMED.get(renamed, renamed)] = arg[index] if isinstance(arg, tuple) else arg
+    if name in ("add", "sub"):
+        out.setdefault("alpha", 1)
+    return out
+
+
+def _refuse_aliases(node: Node) -> None:
+    written = [write.value.buffer for write in node.writes]
+    read = {operand.value.buffer for operand in node.reads}
+    if len(set(written)) != len(written) or any(buffer in read for buffer in written):
+        raise Unsupported("a list whose tensors share memory")

@@ -1,0 +1,289 @@
+"""Which engine runs a recording: the triton engine end to end, what takes over where it fails, what is compiled again.
+
+The triton engine runs in child processes, because a program in the cache keeps the engine that made it. Without a GPU its
+kernels run in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any, Callable
+
+import children
+import corpus
+import hypothesis
+import programs
+import pytest
+import torch
+from gpt import GPT, SIZES
+
+import lazy_backend
+from codegen import triton_engine
+from codegen.triton_compile import KernelCompileError
+from ir_nodes import settings
+from tests.device import DEVICE
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs kernels where there is no GPU")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    """The native core is there before a child looks for it, so that no child says that it builds one."""
+    torch.ones(1, device=DEVICE)
+
+
+def compiles() -> int:
+    return int(lazy_backend.stats()["compiles"])
+
+
+def fusible(x: torch.Tensor, number: float = 0.5) -> torch.Tensor:
+    """One pointwise kernel and one reduction."""
+    return ((x * number).tanh() + 1).softmax(-1)
+
+
+def run(program: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+    """``program`` as one recording."""
+    result = program(*args)
+    lazy_backend.mark_step()
+    return result
+
+
+# ---- the triton engine end to end --------------------------------------------------------------------------------------
+
+
+def losses(device: str) -> list[float]:
+    text = corpus.load()
+    torch.manual_seed(0)
+    model = GPT(SIZES["tiny"]).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(50):
+        tokens, targets = corpus.batch(text.train, 2, model.config.context, generator)
+        loss = model.loss(tokens.to(device), targets.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def a_gpt() -> None:
+    wanted, got = losses("cpu"), losses(DEVICE)
+    torch.testing.assert_close(got, wanted, rtol=1e-3, atol=0)
+    assert got[-1] < got[0] - 1
+    assert len(triton_engine._interpreted) + len(triton_engine._compiled) >= 10
+    assert compiles() <= 3
+
+
+def test_a_gpt_trains_on_fused_kernels_as_on_the_cpu() -> None:
+    assert "gives up" not in children.call(a_gpt, engine="triton").stderr
+
+
+def random_programs() -> None:
+    @hypothesis.settings(max_examples=150, deadline=None, derandomize=True, database=None)
+    @hypothesis.given(programs.steps(barriers=True, max_size=16))
+    def agree(program: list[programs.Step]) -> None:
+        wanted = programs.interpret(program, programs.inputs("cpu"))
+        got = programs.interpret(program, programs.inputs(DEVICE), lambda held, choice: lazy_backend.mark_step())
+        assert len(got) == len(wanted)
+        for mine, theirs in zip(got, wanted):
+            tolerance = 2e-2 if theirs.dtype is torch.bfloat16 else 1e-5
+            torch.testing.assert_close(mine.cpu(), theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+    agree()
+    assert len(triton_engine._interpreted) + len(triton_engine._compiled) > 100
+
+
+def test_random_programs_on_fused_kernels_equal_the_cpu() -> None:
+    assert "gives up" not in children.call(random_programs, engine="triton").stderr
+
+
+def numbers_beside_integers() -> None:
+    x = torch.arange(1, 6)
+    for program in (
+        lambda t: t * torch.tensor(0.1, dtype=torch.float64),
+        lambda t: t / torch.tensor(3.0, dtype=torch.float64),
+        lambda t: t + torch.tensor(0.1),
+        lambda t: t.bfloat16() * torch.tensor(0.1),
+        lambda t: t.int() + torch.tensor(2**40),
+    ):
+        got, wanted = program(x.to(DEVICE)).cpu(), program(x)
+        torch.testing.assert_close(got, wanted, rtol=1e-15 if wanted.dtype is torch.float64 else 0, atol=0)
+
+
+def test_0d_cpu_tensors_keep_their_precision_in_kernels() -> None:
+    children.call(numbers_beside_integers, engine="triton")
+
+
+# ---- where the triton engine fails, the aten engine takes over ------------------------------------------------------------
+
+
+def caught(action: Callable[[], Any]) -> list[str]:
+    """Texts of the RuntimeWarnings that ``action`` causes."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        action()
+    return [str(warning.message) for warning in seen if warning.category is RuntimeWarning]
+
+
+def a_broken_kernel() -> None:
+    original, refused = triton_engine.interpret, []
+
+    def interpret(kernel: Any, folder: Path) -> Any:
+        if kernel.name.startswith("reduce"):
+            refused.append(kernel.name)
+            raise KernelCompileError(kernel, folder / "broken.py", ValueError("made to fail"))
+        return original(kernel, folder)
+
+    triton_engine.interpret = interpret
+    x = torch.linspace(-1, 1, 12).reshape(3, 4)
+    mine = x.to(DEVICE)
+    lazy_backend.mark_step()
+    results: list[torch.Tensor] = []
+    (text,) = caught(lambda: results.append(run(fusible, mine)))
+    assert refused and refused[0] in text and "broken.py" in text and "made to fail" in text and "aten engine" in text
+    torch.testing.assert_close(results[0].cpu(), fusible(x))
+    assert caught(lambda: results.append(run(fusible, mine, 0.25))) == [], "the graph is cached with the engine that runs it"
+    torch.testing.assert_close(results[1].cpu(), fusible(x, 0.25))
+    before = len(triton_engine._interpreted)
+    assert caught(lambda: results.append(run(lambda t: t.tanh() * 2, mine))) == []
+    assert len(triton_engine._interpreted) == before + 1, "other graphs keep the triton engine"
+    torch.testing.assert_close(results[2].cpu(), x.tanh() * 2)
+
+
+@needs_no_gpu
+def test_a_kernel_that_does_not_compile_is_named_and_aten_takes_over() -> None:
+    children.call(a_broken_kernel, engine="triton")
+
+
+def a_file_for_a_folder() -> None:
+    x = torch.linspace(-1, 1, 12).reshape(3, 4)
+    mine = x.to(DEVICE)
+    lazy_backend.mark_step()
+    with settings.override(cache_dir=__file__):  # now, because building the native core in another folder takes a minute
+        results: list[torch.Tensor] = []
+        (text,) = caught(lambda: results.append(run(fusible, mine)))
+    assert f"{__file__}/kernels" in text and "aten engine" in text
+    torch.testing.assert_close(results[0].cpu(), fusible(x))
+
+
+def test_a_cache_folder_that_cannot_be_written_is_named_and_aten_takes_over() -> None:
+    children.call(a_file_for_a_folder, engine="triton")
+
+
+# ---- what debug levels print ----------------------------------------------------------------------------------------------
+
+
+def a_small_program() -> None:
+    x = torch.linspace(-1, 1, 12, device=DEVICE)
+    print("sum", run(fusible, x).sum().item())
+
+
+@pytest.fixture(scope="module")
+def told() -> str:
+    """All that a small program prints where everything is to be told."""
+    done = children.call(a_small_program, engine="triton", debug={"barriers", "graph", "kernels"})
+    assert "sum 1.0" in done.stdout
+    return done.stdout + done.stderr
+
+
+def test_debug_kernels_prints_each_source_after_the_file_that_holds_it(told: str) -> None:
+    files = re.findall(r"^# (/.*\.py)$", told, flags=re.MULTILINE)
+    assert len(files) >= 2 and any("softmax" in file for file in files)
+    for file in files:
+        source = Path(file).read_text()
+        assert "@triton.jit" in source and f"# {file}\n{source}" in told
+
+
+def test_debug_barriers_prints_kind_reason_and_frame(told: str) -> None:
+    lines = [line for line in told.splitlines() if line.startswith("lazysched: barrier")]
+    place = r"test_lazy_backend_engines\.py:\d+ in"
+    assert any(re.search(rf"mark_step: .*mark_step\(\) at .*{place} run \(\d+ ops", line) for line in lines)
+    assert any(re.search(rf"value_access: .* at .*{place} a_small_program \(1 ops", line) for line in lines)
+
+
+def test_debug_graph_prints_the_graph_with_source_lines(told: str) -> None:
+    for words in ("aten::tanh", "aten::_softmax", "float32[12]", f"{Path(__file__).name}:{fusible.__code__.co_firstlineno + 2} in fusible"):
+        assert words in told
+
+
+def test_without_a_debug_level_nothing_is_printed() -> None:
+    done = children.call(a_small_program, engine="triton")
+    assert (done.stdout, done.stderr) == ("sum 1.0\n", "")
+
+
+# ---- what is compiled again ---------------------------------------------------------------------------------------------
+
+
+def five_programs() -> None:
+    x = torch.linspace(-1, 1, 12, device=DEVICE)
+    wanted = torch.linspace(-1, 1, 12)
+    made: list[Callable[[torch.Tensor], torch.Tensor]] = [torch.tanh, torch.exp, lambda t: t * 2 + 1, torch.sin, lambda t: t.sum(0)]
+    for _ in range(4):
+        for program in made:
+            torch.testing.assert_close(run(program, x).cpu(), program(wanted))
+    assert lazy_backend.stats()["evicted"] >= 10
+    before = compiles()
+    for _ in range(6):
+        run(torch.sin, x)
+        run(torch.tanh, x)
+    assert compiles() <= before + 2, "two programs fit"
+
+
+def test_a_full_cache_drops_the_least_recently_used() -> None:
+    children.call(five_programs, cache_size=2)
+
+
+def only_numbers_change() -> None:
+    x = torch.linspace(-1, 1, 12, device=DEVICE)
+
+    def program(step: int, rate: float) -> torch.Tensor:
+        return torch.nn.functional.dropout(fusible(x, rate), 0.5).add(float(step)).mul_(1 - rate**step)
+
+    run(program, 1, 0.5)
+    run(program, 2, 0.25)
+    before = compiles()
+    for step in range(3, 9):
+        torch.manual_seed(step)
+        run(program, step, 1 / step)
+    _other_line = program(9, 0.75)
+    lazy_backend.mark_step()
+    with torch.no_grad():
+        run(program, 10, 0.1)
+    torch.set_num_threads(2)
+    run(program, 11, 0.2)
+    assert compiles() == before
+
+
+@pytest.mark.parametrize("engine", ["aten", "triton"])
+def test_numbers_seeds_steps_and_lines_are_not_compiled_in(engine: str) -> None:
+    children.call(only_numbers_change, engine=engine)
+
+
+def another_batch_size() -> None:
+    weight = torch.linspace(-1, 1, 96, device=DEVICE)
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return fusible(x * weight).sum(0)
+
+    def loaded() -> int:
+        return len(triton_engine._interpreted) + len(triton_engine._compiled)
+
+    counts = []
+    for rows in (2048, 3072, 4096):
+        x = torch.linspace(-1, 1, rows * 96).reshape(rows, 96)
+        mine = x.to(DEVICE)
+        lazy_backend.mark_step()
+        before = compiles(), loaded()
+        got = run(program, mine)
+        counts.append((compiles() - before[0], loaded() - before[1]))
+        torch.testing.assert_close(got.cpu(), fusible(x * weight.cpu()).sum(0), rtol=1e-4, atol=1e-4)
+    assert counts[0][1] >= 1
+    assert counts == [(1, counts[0][1]), (1, 0), (1, 0)], "a new size is planned again and compiles no kernel"
+
+
+def test_another_batch_size_is_planned_again_and_compiles_no_kernel() -> None:
+    children.call(another_batch_size, engine="triton")
