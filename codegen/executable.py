@@ -13,7 +13,7 @@ from ir_nodes.node import Operand, Target
 class Program(Protocol):
     """The native core's program builder (csrc/bind.cpp)."""
 
-    def call(self, recording: object, instr: int, slots: list[int]) -> None: ...
+    def call(self, instr: int, slots: list[int]) -> None: ...
     def launch(self, function: int, grid: tuple[int, int, int], threads: int, shared: int,
                args: list[tuple[str, int, int]], instr: int) -> None: ...
     def python(self, run: Callable[[list[object], list[object]], None], instr: int) -> None: ...
@@ -35,7 +35,7 @@ class Emit:
 def emit_call(node: Node, recording: object) -> Emit:
     """``node`` as one ATen call on the physical device."""
     slots = operand_slots(node)
-    return Emit(node_use(node), written_buffers(node), lambda program: program.call(recording, node.instr, slots))
+    return Emit(node_use(node), written_buffers(node), lambda program: program.call(node.instr, slots))
 
 
 def operand_slots(node: Node) -> list[int]:

@@ -12,6 +12,9 @@ from ir_nodes import settings
 from lazy_backend import core
 from lazy_backend.trace import parse_frame
 
+# `Stat` in csrc/core.h.
+STATS = ("recorded", "compiles", "cache_hits", "nodes_run", "nodes_dead", "kernels_run", "fallbacks", "shape_inferences",
+         "evicted", "flushes")
 _KINDS = {kind.label: kind for kind in BarrierKind}
 barrier_log = BarrierLog()
 
@@ -59,27 +62,22 @@ def wait_device_ops(device: torch.device | str | int | None = None) -> None:
             torch.cuda.synchronize(index)
 
 
-def drain_barriers() -> None:
-    """Move the barriers that the core has seen since into the log; print them under LAZYSCHED_DEBUG=barriers."""
-    if not core.is_started():
-        return
-    show = "barriers" in settings.current().debug
-    for kind, reason, place, ops, _, milliseconds, hit in core.get().take_barriers():
-        barrier = Barrier(_KINDS[kind], reason, parse_frame(place), ops, milliseconds)
-        barrier_log.add(barrier)
-        if show:
-            print(f"lazysched: barrier {barrier}{' [cached]' if hit else ''}", flush=True)
+def note_barrier(kind: str, reason: str, place: str, ops: int, milliseconds: float, hit: bool) -> None:
+    """The core calls this at every barrier; LAZYSCHED_DEBUG=barriers prints it."""
+    barrier = Barrier(_KINDS[kind], reason, parse_frame(place), ops, milliseconds)
+    barrier_log.add(barrier)
+    if "barriers" in settings.current().debug:
+        print(f"lazysched: barrier {barrier}{' [cached]' if hit else ''}", flush=True)
 
 
 def barriers() -> list[Barrier]:
     """The last barriers, newest last: kind, reason, the user's line, ops run, milliseconds."""
-    drain_barriers()
     return barrier_log.recent()
 
 
 def stats() -> dict[str, Any]:
     """Counters since the start: compiles, cache_hits, nodes_run, nodes_dead, kernels_run, fallbacks, recorded, flushes, ..."""
-    return core.get().stats()
+    return dict(zip(STATS, core.get().stats(), strict=True))
 
 
-core.at_start(lambda native: native.set_logger(drain_barriers))
+core.at_start(lambda native: native.set_logger(note_barrier))

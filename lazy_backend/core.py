@@ -82,8 +82,7 @@ def start() -> None:
 def configure(core: ModuleType) -> None:
     """Hand the settings in force to the core."""
     now = settings.current()
-    core.configure(now.max_ops, now.max_pending_bytes or default_pending_bytes(), now.mode == "eager", now.cache_size, now.frames,
-                   "barriers" in now.debug)
+    core.configure(now.max_ops, now.max_pending_bytes or default_pending_bytes(), now.mode == "eager", now.cache_size, now.frames)
 
 
 def default_pending_bytes() -> int:

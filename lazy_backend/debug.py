@@ -23,8 +23,7 @@ def graph(tensors: Tensors) -> Graph:
     devices = {t.device for t in every}
     if len(devices) != 1 or next(iter(devices)).type != "lazysched":
         raise ValueError(f"expected lazysched tensors of one device, got {sorted(map(str, devices)) or 'none'}")
-    copy = core.get().trace_for(every, next(iter(devices)).index)
-    return run_passes(to_graph(copy.view()))[0]
+    return run_passes(to_graph(core.get().trace_for(every, next(iter(devices)).index)))[0]
 
 
 def text(tensors: Tensors) -> str:

@@ -1,7 +1,8 @@
-"""Turns a recording of the native core into an `ir_nodes.Graph`. Imports torch and `ir_nodes` only."""
+"""Turns a recording of the native core into an `ir_nodes.Graph`. Imports torch, `ir_nodes` and `schema` only."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -9,31 +10,71 @@ import torch
 from ir_nodes import Access, BufferKind, Frame, Graph, Layout, ScalarInput
 from ir_nodes.node import Arg, Buffer
 from ir_nodes.ops import written_mode
+from lazy_backend.schema import ArgKind
 
 
 class Recording(Protocol):
-    """What the native core shows of a recording: plain tuples, see `TraceView` in csrc/bind.cpp."""
+    """What the native core shows of a recording: plain tuples, see csrc/bind.cpp."""
 
-    def instrs(self) -> list[tuple[Any, ...]]: ...
-    def buffers(self) -> list[tuple[int, str, bool]]: ...
+    def instrs(self) -> list[tuple[str, int, int, int, int, int, str, int, int]]: ...
+    def args(self) -> list[tuple[int, int, int, Any]]: ...
+    def operands(self) -> list[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...], int, bool]]: ...
+    def buffers(self) -> list[tuple[int, int, bool]]: ...
     def scalars(self) -> list[int | float | bool | complex]: ...
+
+
+_BUFFER_KINDS = (BufferKind.INPUT, BufferKind.FRESH, BufferKind.GENERATOR)
+_TENSORS = (ArgKind.TENSOR_LIST, ArgKind.OPT_TENSOR_LIST)
+_NUMBERS = (ArgKind.SCALAR_LIST, ArgKind.FLOAT_LIST)
 
 
 def to_graph(recording: Recording) -> Graph:
     """The recording in single-assignment form. Nodes keep the index of their instruction and the user's line."""
     graph = Graph()
     for nbytes, kind, live in recording.buffers():
-        graph.add_buffer(nbytes, BufferKind(kind), live)
-    for number in recording.scalars():
-        graph.add_scalar(type(number).__name__)
+        graph.add_buffer(nbytes, _BUFFER_KINDS[kind], live)
+    kinds = [type(number).__name__ for number in recording.scalars()]
+    for kind in kinds:
+        graph.add_scalar(kind)
+    reader = ArgReader(graph, recording.args(), recording.operands(), kinds)
     instrs = recording.instrs()
     frames = forward_frames(instrs)
-    for index, (target, args, outs, generator, place, _, backward) in enumerate(instrs):
-        read_args = [read_arg(graph, target, position, arg) for position, arg in enumerate(args)]
-        fresh = [None if out is None else access(graph, out, "w") for out in outs]
+    for index, (target, first, count, outs, n_outs, generator, place, _, backward) in enumerate(instrs):
+        args = [reader.argument(target, position, first + position) for position in range(count)]
+        fresh = [reader.access(operand, "w") for operand in range(outs, outs + n_outs)]
         effects = [] if generator < 0 else [state_access(graph.buffers[generator])]
-        graph.record(target, read_args, fresh, effects, parse_frame(place) or frames.get(backward), index)
+        graph.record(target, args, fresh, effects, parse_frame(place) or frames.get(backward), index)
     return graph
+
+
+@dataclass(frozen=True, slots=True)
+class ArgReader:
+    """Reads recorded arguments by their place in the recording."""
+
+    graph: Graph
+    args: list[tuple[int, int, int, Any]]
+    operands: list[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...], int, bool]]
+    scalar_kinds: list[str]
+
+    def argument(self, target: str, position: int, index: int) -> Arg:
+        """Argument ``position`` of ``target``; ``index`` is its place among all arguments."""
+        kind, first, count, value = self.args[index]
+        if kind == ArgKind.TENSOR:
+            return self.access(first, written_mode(target, position))
+        if kind in _TENSORS:
+            return tuple(self.access(operand, written_mode(target, position)) for operand in range(first, first + count))
+        if kind in (ArgKind.SCALAR, ArgKind.HOST_SCALAR):
+            return self.scalar(first)
+        if kind in _NUMBERS:
+            return tuple(self.scalar(number) for number in range(first, first + count))
+        return value if kind == ArgKind.CONST else None
+
+    def access(self, index: int, mode: str) -> Access | None:
+        buffer, dtype, size, stride, offset, flipped = self.operands[index]
+        return None if buffer < 0 else Access(self.graph.buffers[buffer], Layout(dtype, size, stride, offset, flipped), mode)
+
+    def scalar(self, index: int) -> ScalarInput:
+        return ScalarInput(index, self.scalar_kinds[index])
 
 
 def forward_frames(instrs: list[tuple[Any, ...]]) -> dict[int, Frame]:
@@ -53,25 +94,6 @@ def parse_frame(place: str) -> Frame | None:
     head, _, function = place.rpartition(" in ")
     file, _, line = head.rpartition(":")
     return Frame(file, int(line), function)
-
-
-def read_arg(graph: Graph, target: str, position: int, arg: tuple[Any, ...] | None) -> Arg:
-    if arg is None:
-        return None
-    match arg[0]:
-        case "t":
-            return access(graph, arg, written_mode(target, position) if arg[6] != "r" else "r")
-        case "l":
-            return tuple(read_arg(graph, target, position, item) for item in arg[1])
-        case "s":
-            return ScalarInput(arg[1], arg[2])
-        case _:
-            return arg[1]
-
-
-def access(graph: Graph, operand: tuple[Any, ...], mode: str) -> Access:
-    _, buffer, dtype, size, stride, offset, _, flipped = operand
-    return Access(graph.buffers[buffer], Layout(dtype, size, stride, offset, flipped), mode)
 
 
 def state_access(buffer: Buffer) -> Access:

@@ -27,55 +27,36 @@ static OptionalDevice accelerator(uint8_t checked) {
 }
 static uint8_t is_accelerator(int8_t type) { return type != kPrivateUse1 && original_is(type); }
 
-typedef struct {
-  const char* library;
-  int patched;
-} Search;
-
 static void redirect(ElfW(Addr) slot, void* target) {
   uintptr_t page = slot & ~(uintptr_t)(sysconf(_SC_PAGESIZE) - 1);
   mprotect((void*)page, (size_t)(slot + sizeof(void*) - page), PROT_READ | PROT_WRITE);
   *(void**)slot = target;
 }
 
-static int visit(struct dl_phdr_info* info, size_t size, void* data) {
-  (void)size;
-  Search* search = data;
-  if (!info->dlpi_name || !strstr(info->dlpi_name, search->library)) return 0;
-  const ElfW(Rela)* relocations = 0;
-  const ElfW(Sym)* symbols = 0;
-  const char* names = 0;
-  size_t bytes = 0;
-  for (int i = 0; i < info->dlpi_phnum; i++) {
-    if (info->dlpi_phdr[i].p_type != PT_DYNAMIC) continue;
-    for (const ElfW(Dyn)* d = (const ElfW(Dyn)*)(info->dlpi_addr + info->dlpi_phdr[i].p_vaddr); d->d_tag != DT_NULL; d++) {
-      if (d->d_tag == DT_JMPREL) relocations = (const ElfW(Rela)*)d->d_un.d_ptr;
-      if (d->d_tag == DT_SYMTAB) symbols = (const ElfW(Sym)*)d->d_un.d_ptr;
-      if (d->d_tag == DT_STRTAB) names = (const char*)d->d_un.d_ptr;
-      if (d->d_tag == DT_PLTRELSZ) bytes = d->d_un.d_val;
-    }
-  }
-  if (!relocations || !symbols || !names) return 0;
-  for (size_t i = 0; i < bytes / sizeof(*relocations); i++) {
-    const char* name = names + symbols[ELF64_R_SYM(relocations[i].r_info)].st_name;
-    ElfW(Addr) slot = info->dlpi_addr + relocations[i].r_offset;
+// Returns 1 where both functions were found and redirected in the library at `path`, which is loaded already.
+__attribute__((visibility("default"))) int lazysched_keep_cuda(const char* path) {
+  void* library = dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
+  struct link_map* map = 0;
+  if (!library || dlinfo(library, RTLD_DI_LINKMAP, &map)) return 0;
+  uintptr_t table[DT_NUM] = {0};  // the dynamic section by tag
+  for (const ElfW(Dyn)* d = map->l_ld; d->d_tag != DT_NULL; d++)
+    if (d->d_tag > 0 && d->d_tag < DT_NUM) table[d->d_tag] = d->d_un.d_ptr;
+  const ElfW(Rela)* jumps = (const ElfW(Rela)*)table[DT_JMPREL];
+  const ElfW(Sym)* symbols = (const ElfW(Sym)*)table[DT_SYMTAB];
+  if (!jumps || !symbols || !table[DT_STRTAB]) return 0;
+  int patched = 0;
+  for (size_t i = 0; i < table[DT_PLTRELSZ] / sizeof(*jumps); i++) {
+    const char* name = (const char*)table[DT_STRTAB] + symbols[ELF64_R_SYM(jumps[i].r_info)].st_name;
+    ElfW(Addr) slot = map->l_addr + jumps[i].r_offset;
     if (!strcmp(name, "_ZN2at11accelerator14getAcceleratorEb")) {
       redirect(slot, (void*)&accelerator);
-      search->patched |= 1;
+      patched |= 1;
     } else if (!strcmp(name, "_ZN2at11accelerator13isAcceleratorEN3c1010DeviceTypeE")) {
-      void* library = dlopen(info->dlpi_name, RTLD_LAZY | RTLD_NOLOAD);
-      original_is = library ? (uint8_t(*)(int8_t))dlsym(library, name) : 0;
+      original_is = (uint8_t(*)(int8_t))dlsym(library, name);
       if (!original_is) continue;
       redirect(slot, (void*)&is_accelerator);
-      search->patched |= 2;
+      patched |= 2;
     }
   }
-  return 1;
-}
-
-// Returns 1 where both functions were found and redirected.
-__attribute__((visibility("default"))) int lazysched_keep_cuda(void) {
-  Search search = {"libtorch_cpu.so", 0};
-  dl_iterate_phdr(&visit, &search);
-  return search.patched == 3;
+  return patched == 3;
 }

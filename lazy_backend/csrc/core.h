@@ -4,11 +4,12 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/Storage.h>
 #include <torch/csrc/lazy/core/hash.h>
 
+#include <array>
 #include <atomic>
-#include <list>
 #include <mutex>
 #include <string>
 #include <unordered_map>
@@ -16,36 +17,39 @@
 
 namespace lazysched {
 
+using c10::DeviceIndex;
 using c10::IValue;
 using torch::jit::Stack;
 using torch::lazy::hash_t;
 
 constexpr auto kLazy = c10::DeviceType::PrivateUse1;
 
-// Where the user's Python stood: a code object (kept alive for ever by the table of frames.cpp) and its instruction.
+// Where the user's Python stood: a code object (kept alive for ever) and its instruction, or a line as a negative number.
 struct Site {
   const void* code = nullptr;
   int32_t lasti = 0;
 };
 Site capture_site();
-int64_t backward_sequence();  // sequence number of the autograd node that runs now, -1 outside backward
+std::string describe_site(const Site& site);  // takes the GIL
+int64_t backward_sequence();                  // sequence number of the autograd node that runs now, -1 outside backward
 void set_capture(bool on);
 
 enum class BufferKind : uint8_t { Input, Fresh, Generator };
 
 // What a storage owns. All fields but the constants are guarded by the mutex of the device's recorder.
 struct Buffer final : c10::intrusive_ptr_target {
-  Buffer(size_t n, c10::DeviceIndex d) : nbytes(n), device(d) {}
+  Buffer(size_t n, DeviceIndex d) : nbytes(n), device(d) {}
   size_t nbytes;
-  const c10::DeviceIndex device;
-  bool owned = true;     // a storage (or generator) still holds it
-  bool touched = false;  // some op has read or written it
+  const DeviceIndex device;
+  bool owned = true;        // a storage (or generator) still holds it
+  bool touched = false;     // some op has read or written it
   uint64_t pending_in = 0;  // the recording whose end will give it its newest value; 0: none
-  uint64_t trace = 0;    // the recording that numbers it, and its number there
+  uint64_t trace = 0;       // the recording that numbers it, and its number there
   int32_t index = -1;
   c10::Storage physical;  // bytes on the physical device; null until computed
   at::Generator generator;
   std::shared_ptr<const std::string> error;  // why its value could never be computed
+  void check() const { TORCH_CHECK(!error, *error); }
 };
 using BufferPtr = c10::intrusive_ptr<Buffer>;
 
@@ -56,64 +60,61 @@ inline Buffer* buffer_of(const c10::Storage& s) {
 }
 inline Buffer* buffer_of(const at::Tensor& t) { return buffer_of(t.unsafeGetTensorImpl()->unsafe_storage()); }
 
-// ---- the recording -------------------------------------------------------------------------------------------------
-
-enum class Mode : uint8_t { Undefined, Read, Write, ReadWrite };
-
-// A buffer seen through a layout; sizes and strides lie in Trace::dims.
+// A buffer seen through a layout; sizes and strides lie in Trace::dims. No buffer: an undefined tensor in a list.
 struct Operand {
-  int32_t buffer = -1;
-  int32_t dims = 0;
+  int32_t buffer = -1, dims = 0;
   int16_t ndim = 0;
   at::ScalarType dtype = at::kFloat;
-  Mode mode = Mode::Undefined;
   bool conj = false, neg = false;
   int64_t offset = 0;
 };
 
-enum class ArgKind : uint8_t { Const, Tensor, TensorList, OptTensorList, Scalar, ScalarList, HostScalar, Generator, Device };
+// ArgKind in schema.py says the same. Exponent: a scalar whose integers are constants. HostScalar: a 0-d CPU tensor.
+enum class ArgKind : uint8_t {
+  Const, Tensor, TensorList, OptTensorList, Scalar, Exponent, ScalarList, FloatList, Generator, Device, HostScalar
+};
 
 // One argument of a recorded op. `first`/`count` index operands (tensors, lists) or scalars.
 struct Arg {
   ArgKind kind = ArgKind::Const;
+  bool wrapped = false;                // of a host scalar: it was a Python number
+  at::ScalarType dtype = at::kDouble;  // of a host scalar
   int32_t first = 0, count = 0;
-  at::ScalarType dtype = at::kDouble;  // of a host scalar: a 0-d CPU tensor, `wrapped` where it was a Python number
-  bool wrapped = false;
-  IValue value;  // constants
+  IValue value;  // of a constant
 };
 
 struct ArgInfo {
   ArgKind kind;
-  bool is_float_type;  // `float`, not `Scalar`
-  bool writes, out;    // written; a keyword-only output
+  bool writes;
+  bool tensors() const { return kind >= ArgKind::Tensor && kind <= ArgKind::OptTensorList; }
 };
 
 enum class Recordable : uint8_t { Yes, DataDependent, ReturnsNumber, No };
 
+// What schema.py says of an op.
 struct OpInfo {
-  explicit OpInfo(const c10::OperatorHandle& op);
   c10::OperatorHandle handle;
-  std::string name;     // "aten::add.out"
-  uint64_t name_hash;
+  std::string name;  // "aten::add.out"
+  uint64_t name_hash = 0;
   std::vector<ArgInfo> args;
   std::vector<int> return_alias;  // argument that a return is (-1: a new tensor)
-  bool random = false, generator_arg = false, view = false, floats_shape = false, pow_like = false,
-       checks_dtypes = false, indexing = false;
   Recordable recordable = Recordable::Yes;
-  bool list_return = false;
+  bool random = false, generator_arg = false, view = false, checks_dtypes = false, indexing = false, masks_matter = false;
+  int handed_back(size_t r) const { return view ? -1 : return_alias[r]; }  // the argument that return `r` is, or -1
 };
-const OpInfo& op_info(const c10::OperatorHandle& op);
+const OpInfo& op_info(const c10::OperatorHandle& op);  // may take the GIL
+void read_schema(OpInfo& op);                          // takes the GIL, once per op
 
 struct Instr {
   const OpInfo* op;
-  int32_t args, outs, n_outs;  // ranges in Trace::args and, for new outputs, Trace::operands
-  int32_t generator = -1;      // buffer of the random generator that it draws from
+  int32_t args = 0, outs = 0, n_outs = 0;  // ranges in Trace::args and, for new outputs, Trace::operands
+  int32_t generator = -1;                  // buffer of the random generator that it draws from
   Site site;
-  int64_t sequence, backward;
+  int64_t sequence = 0, backward = -1;
 };
 
 struct Trace {
-  uint64_t id;
+  uint64_t id = 0;
   std::vector<Instr> instrs;
   std::vector<Arg> args;
   std::vector<Operand> operands;
@@ -121,113 +122,112 @@ struct Trace {
   std::vector<IValue> scalars;
   std::vector<BufferPtr> buffers;
   std::vector<BufferKind> kinds;
-  std::vector<uint8_t> written;
   std::vector<uint8_t> live;  // filled when the recording ends
-  int64_t held_bytes = 0;  // pending results that somebody holds, plus inputs kept alive only by the recording
-  hash_t hash{static_cast<uint64_t>(0x1a2f5c)};
+  int64_t held_bytes = 0;     // pending results that somebody holds, plus inputs kept alive only by the recording
+  hash_t hash;
   void reset(uint64_t new_id);
   int32_t number(Buffer* b, std::vector<uint64_t>& words);
+  Operand operand(const c10::TensorImpl* t, bool writes, std::vector<uint64_t>& words);
+  void add_arg(const ArgInfo& info, const IValue& v, Instr& instr, std::vector<uint64_t>& words);
+  c10::IntArrayRef sizes(const Operand& o) const { return {dims.data() + o.dims, static_cast<size_t>(o.ndim)}; }
+  c10::IntArrayRef strides(const Operand& o) const { return {dims.data() + o.dims + o.ndim, static_cast<size_t>(o.ndim)}; }
 };
 
-// ---- programs: what a cached recording runs ----------------------------------------------------------------------------
-
-struct Program;
+struct Program;  // what a cached recording runs
 using ProgramPtr = std::shared_ptr<Program>;
 
-// ---- barriers --------------------------------------------------------------------------------------------------------
-
-struct BarrierEvent {
-  std::string kind, reason;
-  Site site;
-  int64_t ops = 0, device = 0;
-  double milliseconds = 0;
-  bool hit = false;
+// What an op gives, as Meta tensors: inferred once for each `call`, the hash of all that decides it, then remembered.
+struct Inference {
+  std::string refusal;                                // why the op cannot be recorded; empty: it can
+  Stack returns;                                      // what is not an argument handed back is right here
+  std::vector<std::pair<size_t, at::Tensor>> resized;  // written arguments that take a new shape
 };
-
-struct Stats {
-  int64_t recorded = 0, compiles = 0, cache_hits = 0, nodes_run = 0, nodes_dead = 0, kernels_run = 0, fallbacks = 0, infers = 0,
-          evicted = 0, flushes = 0;
-};
-
-struct CacheKey {
-  hash_t hash;
-  std::vector<uint8_t> live;
-  bool operator==(const CacheKey& o) const { return hash == o.hash && live == o.live; }
-};
-struct CacheKeyHash {
-  size_t operator()(const CacheKey& k) const;
-};
+std::shared_ptr<const Inference> inference(const OpInfo& op, const IValue* args, hash_t call);  // may run Python's Meta kernels
+bool boolean_index(const OpInfo& op, const IValue* args);
 
 // Records the ops of one device index and runs them at barriers.
 class Recorder {
  public:
-  explicit Recorder(c10::DeviceIndex i);
+  explicit Recorder(DeviceIndex i);
   void record(const OpInfo& op, Stack* stack);
   void run_now(const OpInfo& op, Stack* stack, const char* kind, const std::string& reason);
   void barrier(const char* kind, const std::string& reason);  // run what is recorded
   bool is_pending(const Buffer* b);
+  bool is_used(const Buffer* b);  // does the recording read or write it?
   // The physical bytes behind `t`, computed if need be.
   at::Tensor materialise(const at::Tensor& t, const char* kind, const std::string& reason);
   void on_storage_death(Buffer* b);
+  Trace copy();
   std::mutex mutex;        // the recording; never held while waiting for the GIL or running anything
   std::mutex flush_mutex;  // one barrier at a time; taken without the GIL
-  int64_t pending_ops() { return static_cast<int64_t>(trace_->instrs.size()); }
-  const c10::DeviceIndex index;
-
-  void flush_locked(const char* kind, const std::string& reason, Site site);
-  const Trace& peek() const { return *trace_; }  // with `mutex` held
-  void clear_cache();
+  const DeviceIndex index;
 
  private:
-  void check_limits();
-  ProgramPtr find(const CacheKey& key, bool& hit, Trace& trace);
+  const char* append(const OpInfo& op, const IValue* args, c10::ArrayRef<at::Tensor> outs, hash_t call);
+  bool must_settle(const OpInfo& op, const IValue* args);
+  void adopt(const at::Tensor& t, const at::Tensor& p);
+  void flush_locked(const char* kind, const std::string& reason, Site site);
+  std::unique_ptr<Trace> take_trace();
+  void settle(std::unique_ptr<Trace> trace, const std::string* error);
+  ProgramPtr find(Trace& trace, bool& hit);
+  struct Entry {
+    hash_t trace;
+    std::vector<uint8_t> live;  // the results that the program computes
+    ProgramPtr program;
+    uint64_t last_use = 0;
+  };
   std::unique_ptr<Trace> trace_, spare_;
-  uint64_t next_id_ = 1;
-  using Entry = std::pair<CacheKey, ProgramPtr>;
-  std::list<Entry> lru_;
-  std::unordered_map<CacheKey, std::list<Entry>::iterator, CacheKeyHash> cache_;
-  std::unordered_map<hash_t, std::vector<CacheKey>, torch::lazy::HashReducer> variants_;
+  uint64_t next_id_ = 1, uses_ = 0;
+  std::unordered_map<hash_t, Entry, torch::lazy::HashReducer> cache_;
 };
 
-Recorder& recorder(c10::DeviceIndex i);
+std::vector<std::unique_ptr<Recorder>>& recorders();
+Recorder& recorder(DeviceIndex i);  // raises where there is no such device
+inline Recorder& recorder(const at::Tensor& t) { return recorder(t.device().index()); }
+void record_boxed(const c10::OperatorHandle& op, Stack* stack);  // entry of every op of the device
+
 int device_count();
-c10::DeviceIndex current_device();
-void set_current_device(c10::DeviceIndex i);
+DeviceIndex current_device();
+void set_current_device(DeviceIndex i);
 c10::DeviceType physical_type();
-c10::Device physical_device(c10::DeviceIndex i);
-void init_device(bool cuda, int count);
-void install_hooks();
-Buffer* default_generator_buffer(c10::DeviceIndex i);
+c10::Device physical_device(DeviceIndex i);
+void synchronize(DeviceIndex i);  // waits for the physical device
+void start_device(bool cuda, int count);
+void resize_bytes(const c10::Storage& s, size_t n);
+Buffer* default_generator_buffer(DeviceIndex i);
 Buffer* generator_buffer(const at::Generator& g);
 
-// Tensors
-at::Tensor make_lazy(c10::IntArrayRef size, c10::IntArrayRef stride, at::ScalarType dtype, c10::DeviceIndex device);
-at::Tensor make_empty(c10::IntArrayRef size, at::ScalarType dtype, c10::DeviceIndex device, std::optional<at::MemoryFormat> format);
-at::Tensor alias_storage(const c10::Storage& s, c10::DispatchKeySet keys, at::ScalarType dtype, c10::IntArrayRef size, c10::IntArrayRef stride,
-                         int64_t offset);
-at::Tensor physical_view(const c10::Storage& physical, const at::Tensor& like);
-at::Tensor wrap_physical(const at::Tensor& t, c10::DeviceIndex device);  // a lazy tensor over bytes that exist
-
-void record_boxed(const c10::OperatorHandle& op, Stack* stack);  // entry of every op of the device
+at::Tensor make_lazy(c10::IntArrayRef size, c10::IntArrayRef stride, at::ScalarType dtype, DeviceIndex device);
+at::Tensor make_empty(c10::IntArrayRef size, at::ScalarType dtype, DeviceIndex device, std::optional<at::MemoryFormat> format);
+c10::Storage physical_bytes(size_t n, DeviceIndex device);
+at::Tensor bytes_of(const c10::Storage& physical);  // as uint8[nbytes]
+// A tensor on `s`, a storage of the lazy device or of the physical one.
+at::Tensor alias_storage(const c10::Storage& s, at::ScalarType dtype, c10::IntArrayRef size, c10::IntArrayRef stride,
+                         int64_t offset, bool conj = false, bool neg = false);
+at::Tensor alias_storage(const c10::Storage& s, const at::Tensor& like);
+at::Tensor wrap_physical(const at::Tensor& t, DeviceIndex device);  // a lazy tensor over bytes that exist
 
 struct Limits {
   int64_t max_ops = 20000, max_bytes = 0;
-  bool eager = false, log = false;
+  bool eager = false;
   size_t cache_size = 256;
 };
-Limits& limits();
-Stats& stats();
-std::mutex& log_mutex();
-void log_barrier(BarrierEvent event);
-ProgramPtr compile_trace(Trace& trace, c10::DeviceIndex device);  // calls Python; takes the GIL
-std::string describe_site(const Site& site);                      // takes the GIL
-void count(const std::string& counter);
-void prefork_lock(bool lock);
+inline Limits limits;
 
-// Below every key that could divert a physical op back to Python, autograd or autocast.
+// STATS in api.py names them.
+enum Stat { kRecorded, kCompiles, kHits, kNodesRun, kNodesDead, kKernelsRun, kFallbacks, kInfers, kEvicted, kFlushes, kStats };
+inline std::array<std::atomic<int64_t>, kStats> stats;
+void count(const std::string& counter);  // in torch._lazy.metrics
+
+// These call Python; they take the GIL.
+void log_barrier(const char* kind, const std::string& reason, const Site& site, size_t ops, double milliseconds, bool hit);
+ProgramPtr compile_trace(Trace& trace, DeviceIndex device);
+
+// Below every key that could divert a physical op back to Python, autograd or autocast; on the device's physical twin.
 struct PlainDispatch {
-  PlainDispatch();
-  c10::impl::ForceDispatchKeyGuard guard;
+  explicit PlainDispatch(DeviceIndex i = -1);
+  c10::impl::ForceDispatchKeyGuard keys;
+  c10::OptionalDeviceGuard device;
 };
 // Gives the GIL up while waiting for a lock or running kernels.
 struct GilRelease {
@@ -235,5 +235,47 @@ struct GilRelease {
   ~GilRelease();
   void* state = nullptr;
 };
+
+inline bool is_tensor(const IValue& v) {
+  return v.isTensor() && v.unsafeToTensorImpl() != static_cast<c10::TensorImpl*>(c10::UndefinedTensorImpl::singleton());
+}
+inline bool is_lazy(const at::Tensor& t) { return t.defined() && t.device().type() == kLazy; }
+
+// The items of a list, or the value itself.
+inline c10::ArrayRef<IValue> elements(const IValue& v) { return v.isList() ? v.toListRef() : c10::ArrayRef<IValue>(v); }
+
+// f(argument's position, tensor) for every tensor that an op is given.
+template <class F>
+void each_tensor(const OpInfo& op, const IValue* args, F&& f) {
+  for (size_t i = 0; i < op.args.size(); i++) {
+    if (!op.args[i].tensors()) continue;
+    for (const auto& e : elements(args[i]))
+      if (is_tensor(e)) f(i, e.toTensor());
+  }
+}
+
+// A list of f(0), f(1), ...
+template <class T, class F>
+IValue make_list(size_t n, F&& f) {
+  c10::List<T> list;
+  list.reserve(n);
+  for (size_t i = 0; i < n; i++) list.push_back(f(i));
+  return list;
+}
+
+inline std::optional<at::Tensor> if_defined(at::Tensor t) {
+  return t.defined() ? std::optional<at::Tensor>(std::move(t)) : std::nullopt;
+}
+
+// `v` with f(tensor) in the place of every tensor, undefined ones too.
+template <class F>
+IValue map_tensors(const IValue& v, F&& f) {
+  if (v.isTensor()) return f(v.toTensor());
+  if (!v.isTensorList() && !v.isOptionalTensorList()) return v;
+  const auto items = v.toListRef();
+  auto item = [&](size_t i) { return f(items[i].isTensor() ? items[i].toTensor() : at::Tensor()); };
+  if (v.isTensorList()) return make_list<at::Tensor>(items.size(), item);
+  return make_list<std::optional<at::Tensor>>(items.size(), [&](size_t i) { return if_defined(item(i)); });
+}
 
 }  // namespace lazysched

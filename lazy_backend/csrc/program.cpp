@@ -1,53 +1,34 @@
 // Runs a program: ATen calls through the dispatcher, Triton kernels through the driver. Runs at every barrier.
 #include "program.h"
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 
-#include <cstring>
+#include <bit>
 
 namespace lazysched {
 namespace {
 
+constexpr size_t kMaxLaunchArgs = 134;
+
+// The driver is found at run time, so that the core builds without CUDA.
+template <class F>
+F driver(const char* name) {
+  void* lib = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
+  TORCH_CHECK(lib, "lazysched: libcuda.so.1 cannot be loaded: ", dlerror());
+  auto* function = reinterpret_cast<F>(dlsym(lib, name));
+  TORCH_CHECK(function, "lazysched: libcuda.so.1 has no ", name);
+  return function;
+}
 using LaunchFn = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
 using ErrorFn = int (*)(int, const char**);
 
-// The driver is found at run time, so that the core builds without CUDA.
-LaunchFn launch_fn() {
-  static auto* fn = [] {
-    void* lib = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
-    TORCH_CHECK(lib, "lazysched: libcuda.so.1 cannot be loaded: ", dlerror());
-    return reinterpret_cast<LaunchFn>(dlsym(lib, "cuLaunchKernel"));
-  }();
-  return fn;
-}
-
 std::string driver_error(int code) {
-  void* lib = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
-  auto fn = reinterpret_cast<ErrorFn>(dlsym(lib, "cuGetErrorString"));
   const char* text = nullptr;
-  if (fn) fn(code, &text);
+  driver<ErrorFn>("cuGetErrorString")(code, &text);
   return text ? text : std::to_string(code);
-}
-
-at::Tensor view(const Program::View& v, const std::vector<c10::Storage>& slots) {
-  if (v.slot < 0) return {};
-  const auto& s = slots[v.slot];
-  TORCH_INTERNAL_ASSERT(s, "slot ", v.slot, " is empty");
-  auto keys = c10::DispatchKeySet(s.device_type() == c10::kCUDA ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU);
-  auto t = alias_storage(s, keys, v.dtype, v.size, v.stride, v.offset);
-  if (v.conj) t._set_conj(true);
-  if (v.neg) t._set_neg(true);
-  return t;
-}
-
-void to_device(c10::Storage& s) {
-  auto bytes = at::empty({0}, at::TensorOptions().dtype(at::kByte)).set_(s, 0, {static_cast<int64_t>(s.nbytes())}, {1});
-  s = bytes.to(physical_device(current_device())).storage();
 }
 
 // Ops that draw without a generator argument use the CPU's default one: lend it our state for the call.
@@ -64,167 +45,140 @@ struct LentState {
   at::Tensor saved;
 };
 
+// One run.
+struct Runner {
+  Trace& trace;
+  const DeviceIndex device;
+  void* const stream;
+  std::vector<c10::Storage> slots;
+
+  at::Tensor view(const Operand& o, int32_t slot) const {
+    if (slot < 0 || o.buffer < 0) return {};
+    TORCH_INTERNAL_ASSERT(slots[slot], "slot ", slot, " is empty");
+    return alias_storage(slots[slot], o.dtype, trace.sizes(o), trace.strides(o), o.offset, o.conj, o.neg);
+  }
+
+  // `slot`: that of the argument's first tensor; moves on behind its last.
+  IValue argument(const Arg& a, const Instr& in, const int32_t*& slot) const {
+    const auto n = static_cast<size_t>(a.count);
+    auto tensor = [&](size_t i) { return view(trace.operands[a.first + i], *slot++); };
+    auto number = [&](size_t i) -> const IValue& { return trace.scalars[a.first + i]; };
+    switch (a.kind) {
+      case ArgKind::Tensor: return tensor(0);
+      case ArgKind::TensorList: return make_list<at::Tensor>(n, tensor);
+      case ArgKind::OptTensorList:
+        return make_list<std::optional<at::Tensor>>(n, [&](size_t i) { return if_defined(tensor(i)); });
+      case ArgKind::Scalar: return number(0);
+      case ArgKind::FloatList: return make_list<double>(n, [&](size_t i) { return number(i).toDouble(); });
+      case ArgKind::ScalarList: return make_list<c10::Scalar>(n, [&](size_t i) { return number(i).toScalar(); });
+      case ArgKind::HostScalar: {
+        auto t = at::scalar_tensor(number(0).toScalar(), at::TensorOptions().dtype(a.dtype));
+        if (a.wrapped) t.unsafeGetTensorImpl()->set_wrapped_number(true);
+        return t;
+      }
+      case ArgKind::Generator: return in.generator >= 0 ? IValue(trace.buffers[in.generator]->generator) : IValue();
+      case ArgKind::Device: return physical_device(device);
+      default: return a.value;
+    }
+  }
+
+  // The result's own storage where nothing else holds it and it has the layout that was promised, else a copy.
+  c10::Storage keep(const at::Tensor& got, const Operand& want, const OpInfo& op) const {
+    const auto size = trace.sizes(want), stride = trace.strides(want);
+    const bool own = got.storage().use_count() == 1 && got.storage_offset() == 0 && !got.is_conj() && !got.is_neg();
+    if (own && got.scalar_type() == want.dtype && got.sizes() == size && got.strides() == stride) return got.storage();
+    // Attention returns its random seed in host memory and wants it back there, so the device is the op's own choice.
+    auto fresh = at::empty_strided(size, stride, at::TensorOptions().dtype(want.dtype).device(got.device()));
+    // Statistics that the op leaves out in inference: nobody may read them, in eager mode either.
+    if (!got.numel() && fresh.numel()) return fresh.storage();
+    TORCH_CHECK(got.sizes() == size, op.name, " promised a result of shape ", size, " and gave ", got.sizes());
+    return fresh.copy_(got).storage();
+  }
+
+  // `slot`: that of the op's first new output.
+  void take_results(const Instr& in, const Stack& stack, const int32_t* slot) {
+    const Operand* want = trace.operands.data() + in.outs;
+    const int32_t* end = slot + in.n_outs;
+    for (size_t r = 0; r < stack.size(); r++) {
+      if (in.op->return_alias[r] >= 0 || !(stack[r].isTensor() || stack[r].isTensorList())) continue;
+      for (const auto& e : elements(stack[r])) {
+        if (slot == end) return;
+        if (*slot >= 0 && is_tensor(e)) slots[*slot] = keep(e.toTensor(), *want, *in.op);
+        slot++, want++;
+      }
+    }
+  }
+
+  void run(const Program::Call& call, int32_t index) {
+    const Instr& in = trace.instrs[index];
+    Stack stack;
+    stack.reserve(in.op->args.size() + 2);
+    const int32_t* slot = call.slots.data();
+    for (size_t i = 0; i < in.op->args.size(); i++) stack.push_back(argument(trace.args[in.args + i], in, slot));
+    {
+      std::optional<LentState> lent;
+      const bool lend = in.generator >= 0 && !in.op->generator_arg && physical_type() == c10::kCPU;
+      if (lend) lent.emplace(trace.buffers[in.generator]->generator);
+      // An op with several outputs hands back references to its arguments after it has dropped them from the stack.
+      const Stack held = in.op->return_alias.size() > 1 ? stack : Stack();
+      in.op->handle.callBoxed(&stack);
+    }
+    take_results(in, stack, slot);
+  }
+
+  uint64_t launch_word(const Program::LaunchArg& a) {
+    using Arg = Program::LaunchArg;
+    if (a.kind == Arg::Pointer) {
+      auto& s = slots[a.index];
+      if (s.device_type() != physical_type()) s = bytes_of(s).to(physical_device(device)).storage();
+      return reinterpret_cast<uint64_t>(static_cast<const char*>(s.data()) + a.value);
+    }
+    if (a.index < 0) return static_cast<uint64_t>(a.value);
+    const auto number = trace.scalars[a.index].toScalar();
+    if (a.kind == Arg::Float) return std::bit_cast<uint32_t>(static_cast<float>(number.toDouble()));
+    return a.kind == Arg::Double ? std::bit_cast<uint64_t>(number.toDouble()) : static_cast<uint64_t>(number.toLong());
+  }
+
+  void run(const Program::Launch& l, int32_t) {
+    static const auto launch = driver<LaunchFn>("cuLaunchKernel");
+    constexpr size_t kScratch = 2;  // Triton's scratch pointers (global, profile), unused by our kernels
+    uint64_t words[kMaxLaunchArgs + kScratch] = {};
+    void* params[kMaxLaunchArgs + kScratch];
+    const size_t n = l.args.size();
+    TORCH_CHECK(n <= kMaxLaunchArgs, "lazysched: a kernel takes at most ", kMaxLaunchArgs, " arguments, got ", n);
+    for (size_t i = 0; i < n; i++) words[i] = launch_word(l.args[i]);
+    for (size_t i = 0; i < n + kScratch; i++) params[i] = &words[i];
+    const int code = launch(l.function, l.grid[0], l.grid[1], l.grid[2], l.threads, 1, 1, l.shared, stream, params, nullptr);
+    TORCH_CHECK(code == 0, "kernel launch failed: ", driver_error(code));
+  }
+
+  void run(const Program::Alloc& a, int32_t) { slots[a.slot] = physical_bytes(a.nbytes, device); }
+  void run(const Program::Free& f, int32_t) { slots[f.slot] = c10::Storage(); }
+  void run(const Program::Python& p, int32_t) { p.run(slots, trace.scalars); }
+};
+
 }  // namespace
 
-void* physical_stream(c10::DeviceIndex i) {
-  if (physical_type() != c10::kCUDA) return nullptr;
-  return c10::impl::VirtualGuardImpl(c10::kCUDA).getStream(physical_device(i)).native_handle();
-}
-
-void Program::call(const Call& c, std::vector<c10::Storage>& slots, Trace& trace, c10::DeviceIndex device) {
-  Stack stack;
-  stack.reserve(c.args.size() + 2);
-  size_t operand = 0;
-  for (const auto& a : c.args) {
-    switch (a.kind) {
-      case ArgKind::Tensor: stack.emplace_back(view(c.views[operand++], slots)); break;
-      case ArgKind::TensorList: {
-        c10::List<at::Tensor> list;
-        list.reserve(a.count);
-        for (int k = 0; k < a.count; k++) list.push_back(view(c.views[operand++], slots));
-        stack.emplace_back(std::move(list));
-        break;
-      }
-      case ArgKind::OptTensorList: {
-        c10::List<std::optional<at::Tensor>> list;
-        for (int k = 0; k < a.count; k++) {
-          auto t = view(c.views[operand++], slots);
-          list.push_back(t.defined() ? std::optional<at::Tensor>(std::move(t)) : std::nullopt);
-        }
-        stack.emplace_back(std::move(list));
-        break;
-      }
-      case ArgKind::Scalar: stack.push_back(trace.scalars[a.first]); break;
-      case ArgKind::ScalarList:
-        if (a.doubles) {
-          c10::List<double> list;
-          for (int k = 0; k < a.count; k++) list.push_back(trace.scalars[a.first + k].toDouble());
-          stack.emplace_back(std::move(list));
-        } else {
-          c10::List<c10::Scalar> list;
-          for (int k = 0; k < a.count; k++) list.push_back(trace.scalars[a.first + k].toScalar());
-          stack.emplace_back(std::move(list));
-        }
-        break;
-      case ArgKind::HostScalar: {
-        auto t = at::scalar_tensor(trace.scalars[a.first].toScalar(), at::TensorOptions().dtype(a.dtype));
-        if (a.wrapped) t.unsafeGetTensorImpl()->set_wrapped_number(true);
-        stack.emplace_back(std::move(t));
-        break;
-      }
-      case ArgKind::Generator:
-        if (c.generator >= 0) stack.emplace_back(trace.buffers[c.generator]->generator);
-        else stack.emplace_back();
-        break;
-      case ArgKind::Device: stack.emplace_back(physical_device(device)); break;
-      default: stack.push_back(a.value);
-    }
-  }
-  {
-    std::optional<LentState> lent;
-    if (c.generator >= 0 && !c.op->generator_arg && physical_type() == c10::kCPU) lent.emplace(trace.buffers[c.generator]->generator);
-    // An op with several outputs hands back references to its arguments after it has dropped them from the stack.
-    const Stack held = c.op->return_alias.size() > 1 ? stack : Stack();
-    c.op->handle.callBoxed(&stack);
-  }
-  if (c.outs == static_cast<int32_t>(c.views.size())) return;
-  // New outputs: take their storage where it has the layout that was promised at record time, else copy.
-  std::vector<at::Tensor> results;
-  for (size_t r = 0; r < stack.size(); r++) {
-    if (c.op->return_alias[r] >= 0) continue;
-    if (stack[r].isTensor()) results.push_back(stack[r].toTensor());
-    else if (stack[r].isTensorList())
-      for (const at::Tensor& t : stack[r].toTensorVector()) results.push_back(t);
-  }
-  for (size_t k = 0; k + c.outs < c.views.size() && k < results.size(); k++) {
-    const auto& want = c.views[c.outs + k];
-    const auto& got = results[k];
-    if (want.slot < 0 || !got.defined()) continue;
-    // Attention returns its random seed in host memory and wants it back there, so the device is the op's own choice.
-    bool alias = got.storage_offset() != 0 || got.is_conj() || got.is_neg();
-    for (int32_t v = 0; v < c.outs && !alias; v++) alias = c.views[v].slot >= 0 && slots[c.views[v].slot].unsafeGetStorageImpl() == got.storage().unsafeGetStorageImpl();
-    for (size_t j = 0; j < k && !alias; j++) alias = results[j].defined() && results[j].is_alias_of(got);
-    if (!alias && got.scalar_type() == want.dtype && got.sizes() == c10::IntArrayRef(want.size) && got.strides() == c10::IntArrayRef(want.stride)) {
-      slots[want.slot] = got.storage();
-      continue;
-    }
-    auto fresh = at::empty_strided(want.size, want.stride, at::TensorOptions().dtype(want.dtype).device(got.device()));
-    if (got.numel() || !fresh.numel()) {
-      TORCH_CHECK(got.sizes() == c10::IntArrayRef(want.size), c.op->name, " promised shape ", c10::IntArrayRef(want.size), ", gave ", got.sizes());
-      fresh.copy_(got);
-    }  // else statistics that the op leaves out in inference: nobody may read them, in eager mode either
-    slots[want.slot] = fresh.storage();
-  }
-}
-
-void Program::launch(const Launch& l, std::vector<c10::Storage>& slots, Trace& trace, void* stream) {
-  uint64_t values[136];
-  void* params[136];
-  size_t n = 0;
-  for (const auto& a : l.args) {
-    params[n] = &values[n];
-    auto number = [&] { return trace.scalars[a.scalar].toScalar(); };
-    switch (a.kind) {
-      case LaunchArg::Pointer:
-        if (slots[a.slot].device_type() != c10::kCUDA) to_device(slots[a.slot]);
-        values[n] = reinterpret_cast<uint64_t>(static_cast<const char*>(slots[a.slot].data()) + a.value); break;
-      case LaunchArg::Float: {
-        float f = static_cast<float>(number().toDouble());
-        std::memcpy(&values[n], &f, sizeof f);
-        break;
-      }
-      case LaunchArg::Double: {
-        double d = number().toDouble();
-        std::memcpy(&values[n], &d, sizeof d);
-        break;
-      }
-      default: values[n] = static_cast<uint64_t>(a.scalar >= 0 ? number().toLong() : a.value);
-    }
-    n++;
-  }
-  for (int k = 0; k < 2; k++) {  // Triton's scratch pointers (global, profile), unused by our kernels
-    values[n] = 0;
-    params[n] = &values[n];
-    n++;
-  }
-  int code = launch_fn()(l.function, l.grid[0], l.grid[1], l.grid[2], l.threads, 1, 1, l.shared, stream, params, nullptr);
-  TORCH_CHECK(code == 0, "kernel launch failed: ", driver_error(code));
-}
-
-void Program::run(Trace& trace, c10::DeviceIndex device, int32_t& failed) {
-  PlainDispatch plain;
-  c10::OptionalDeviceGuard guard;
-  if (physical_type() == c10::kCUDA) guard.reset_device(physical_device(device));
-  void* stream = launches.empty() ? nullptr : physical_stream(device);
-  std::vector<c10::Storage> store(slots);
+void Program::run(Trace& trace, DeviceIndex device, int32_t& failed) const {
+  PlainDispatch plain(device);
+  const auto stream = [&] { return c10::impl::VirtualGuardImpl(c10::kCUDA).getStream(physical_device(device)).native_handle(); };
+  Runner runner{trace, device, launches ? stream() : nullptr, std::vector<c10::Storage>(slots)};
   for (auto [buffer, slot] : inputs) {
     auto& b = trace.buffers[buffer];
-    if (!b->physical) {  // read before anything wrote it: torch.empty
-      b->physical = at::empty({static_cast<int64_t>(b->nbytes)}, at::TensorOptions().dtype(at::kByte).device(physical_device(device))).storage();
-    }
-    store[slot] = b->physical;
+    if (!b->physical) b->physical = physical_bytes(b->nbytes, device);  // read before anything wrote it: torch.empty
+    runner.slots[slot] = b->physical;
     if (!trace.live[buffer]) b->physical = c10::Storage();  // donated: its memory is free after its last use
   }
-  size_t done = 0;
+  int32_t done = 0;
   auto hand_out = [&] {
     for (const auto& o : outputs)
-      if (o.ready < static_cast<int32_t>(done)) trace.buffers[o.buffer]->physical = store[o.slot];
+      if (o.ready < done) trace.buffers[o.buffer]->physical = runner.slots[o.slot];
   };
   try {
-    for (; done < steps.size(); done++) {
-      const auto& s = steps[done];
-      failed = s.instr;
-      switch (s.kind) {
-        case Step::kCall: call(calls[s.index], store, trace, device); break;
-        case Step::kLaunch: launch(launches[s.index], store, trace, stream); break;
-        case Step::kAlloc: {
-          const auto& a = allocs[s.index];
-          store[a.slot] = at::empty({a.nbytes}, at::TensorOptions().dtype(at::kByte).device(physical_device(device))).storage();
-          break;
-        }
-        case Step::kFree: store[frees[s.index].slot] = c10::Storage(); break;
-        case Step::kPython: pythons[s.index].run(store, trace.scalars); break;
-      }
+    for (const auto& step : steps) {
+      failed = step.instr;
+      std::visit([&](const auto& what) { runner.run(what, step.instr); }, step.what);
+      done++;
     }
   } catch (...) {
     hand_out();

@@ -1,373 +1,137 @@
-// Records one op: hash, shapes (inferred once on Meta, then remembered), operands, new outputs. Runs for every op.
+// Records one op: hash, shapes, operands, new outputs. Runs for every op.
 #include "core.h"
-#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/SequenceNumber.h>
-#include <ATen/TensorUtils.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/utils/pybind.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_strided.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/_local_scalar_dense_native.h>
+#include <c10/core/DefaultDtype.h>
 
-#include <cstring>
-#include <shared_mutex>
+#include <bit>
+#include <sstream>
 
 namespace lazysched {
-namespace {
-
-// ---- what a schema says --------------------------------------------------------------------------------------------
-
-ArgInfo arg_info(const c10::Argument& a) {
-  auto type = a.type();
-  if (type->kind() == c10::TypeKind::OptionalType) type = type->expectRef<c10::OptionalType>().getElementType();
-  auto kind = ArgKind::Const;
-  bool is_float = false;
-  switch (type->kind()) {
-    case c10::TypeKind::TensorType: kind = ArgKind::Tensor; break;
-    case c10::TypeKind::NumberType: kind = ArgKind::Scalar; break;
-    case c10::TypeKind::FloatType: kind = ArgKind::Scalar; is_float = true; break;
-    case c10::TypeKind::GeneratorType: kind = ArgKind::Generator; break;
-    case c10::TypeKind::DeviceObjType: kind = ArgKind::Device; break;
-    case c10::TypeKind::ListType: {
-      auto element = type->expectRef<c10::ListType>().getElementType();
-      if (element->kind() == c10::TypeKind::TensorType) kind = ArgKind::TensorList;
-      else if (element->kind() == c10::TypeKind::OptionalType) kind = ArgKind::OptTensorList;
-      else if (element->kind() == c10::TypeKind::NumberType) kind = ArgKind::ScalarList;
-      else if (element->kind() == c10::TypeKind::FloatType) kind = ArgKind::ScalarList, is_float = true;
-      break;
-    }
-    default: break;
-  }
-  bool writes = a.alias_info() && a.alias_info()->isWrite();
-  return {kind, is_float, writes, writes && a.kwarg_only()};
-}
-
-bool starts(const std::string& s, const char* prefix) { return s.rfind(prefix, 0) == 0; }
-
-// Ops whose int returns are sizes that Meta knows.
-bool returns_sizes(const std::string& name) {
-  return starts(name, "aten::_scaled_dot_product") || starts(name, "aten::_flash_attention") || starts(name, "aten::_efficient_attention") ||
-         starts(name, "aten::_cudnn_attention");
-}
-
-// Beside pointwise ops: those that refuse some dtypes only when they run.
-bool checked_by_running(const std::string& name) {
-  for (const char* op : {"mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "dot", "_softmax", "_log_softmax", "mean"})
-    if (name == std::string("aten::") + op || starts(name, (std::string("aten::") + op + ".").c_str())) return true;
-  return false;
-}
-
-// Ops whose Meta kernels promise other shapes than the real ones give.
-bool meta_is_wrong(const std::string& name) { return starts(name, "aten::_embedding_bag"); }
-
-}  // namespace
-
-OpInfo::OpInfo(const c10::OperatorHandle& op) : handle(op) {
-  const auto& schema = op.schema();
-  name = schema.name();
-  if (!schema.overload_name().empty()) name += "." + schema.overload_name();
-  name_hash = torch::lazy::HashReduce(torch::lazy::DataHash(name.data(), name.size()));
-  bool tensors = false, scales = false;
-  for (const auto& a : schema.arguments()) {
-    args.push_back(arg_info(a));
-    const auto kind = args.back().kind;
-    tensors |= (kind == ArgKind::Tensor || kind == ArgKind::TensorList) && !args.back().out;
-    scales |= starts(a.name(), "scale");
-    generator_arg |= kind == ArgKind::Generator;
-    indexing |= kind == ArgKind::OptTensorList;
-  }
-  random = op.hasTag(at::Tag::nondeterministic_seeded) || generator_arg;
-  floats_shape = !tensors || (scales && starts(name, "aten::_upsample")) || starts(name, "aten::upsample");
-  checks_dtypes = !random && (op.hasTag(at::Tag::pointwise) || checked_by_running(name));
-  pow_like = starts(name, "aten::pow") || starts(name, "aten::_foreach_pow");  // the exponent chooses the formula
-  if (op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output)) recordable = Recordable::DataDependent;
-  if (meta_is_wrong(name)) recordable = Recordable::No;
-  for (const auto& r : schema.returns()) {
-    int alias = -1;
-    if (const auto* info = r.alias_info()) {
-      for (size_t i = 0; i < args.size(); i++) {
-        const auto* other = schema.arguments()[i].alias_info();
-        if (other && *other == *info) alias = static_cast<int>(i);
-      }
-      if (!info->isWrite()) view = true;
-    }
-    return_alias.push_back(alias);
-    auto kind = r.type()->kind();
-    if (kind == c10::TypeKind::ListType) list_return = true;
-    bool tensor = kind == c10::TypeKind::TensorType ||
-                  (kind == c10::TypeKind::ListType && r.type()->expectRef<c10::ListType>().getElementType()->kind() == c10::TypeKind::TensorType);
-    if (!tensor && !returns_sizes(name) && recordable != Recordable::No) recordable = Recordable::ReturnsNumber;
-  }
-}
 
 const OpInfo& op_info(const c10::OperatorHandle& op) {
   static auto* all = new std::unordered_map<const void*, std::unique_ptr<OpInfo>>();
-  static std::mutex m;
+  static auto* mutex = new std::mutex();
   static thread_local std::unordered_map<const void*, const OpInfo*> mine;
   const void* key = &op.schema();
   auto it = mine.find(key);
   if (it != mine.end()) return *it->second;
-  std::lock_guard<std::mutex> lock(m);
-  auto& slot = (*all)[key];
-  if (!slot) slot = std::make_unique<OpInfo>(op);
-  mine[key] = slot.get();
-  return *slot;
+  auto info = std::make_unique<OpInfo>(OpInfo{op, toString(op.operator_name())});
+  info->name_hash = torch::lazy::HashReduce(torch::lazy::DataHash(info->name.data(), info->name.size()));
+  read_schema(*info);  // before the lock: it takes the GIL
+  std::lock_guard<std::mutex> lock(*mutex);
+  return *(mine[key] = all->emplace(key, std::move(info)).first->second.get());
 }
 
 namespace {
 
-// ---- inference --------------------------------------------------------------------------------------------------------
-
-struct TensorMeta {
-  bool defined = false;
-  at::ScalarType dtype = at::kFloat;
-  std::vector<int64_t> size, stride;
-  int64_t offset = 0;
-  bool conj = false, neg = false;
+// One word a kind of value, so that no two calls read alike.
+enum Word : uint64_t {
+  kNone = 1, kInt, kFalse, kTrue, kDouble, kComplex, kOther, kUndefined, kForeign, kWrapped, kDevice, kGenerator, kNumber
 };
-struct Return {
-  int alias = -1;      // argument handed back
-  int count = -1;      // length of a list of new tensors, -1: one tensor
-  bool number = false;
-  IValue value;
-};
-struct Inference {
-  Recordable recordable = Recordable::Yes;
-  std::string reason;
-  std::vector<Return> returns;
-  std::vector<TensorMeta> outs;                          // new tensors in order
-  std::vector<std::pair<int, TensorMeta>> resized;       // written tensor operands that take a new shape
-};
-using InferencePtr = std::shared_ptr<const Inference>;
-
-struct Memo {
-  std::shared_mutex mutex;
-  std::unordered_map<hash_t, InferencePtr, torch::lazy::HashReducer> table;
-};
-Memo& memo() {
-  static auto* m = new Memo();
-  return *m;
-}
-
-TensorMeta describe(const at::Tensor& t) {
-  if (!t.defined()) return {};
-  return {true, t.scalar_type(), t.sizes().vec(), t.strides().vec(), t.storage_offset(), t.is_conj(), t.is_neg()};
-}
-
-at::Tensor to_meta(const at::Tensor& t) {
-  if (!t.defined() || t.unsafeGetTensorImpl()->is_wrapped_number()) return t;  // Python numbers stay on the CPU, also for Meta
-  auto options = at::TensorOptions().dtype(t.scalar_type()).device(c10::kMeta);
-  auto m = at::empty_strided(t.sizes(), t.strides(), options);
-  if (t.is_conj()) m._set_conj(true);
-  if (t.is_neg()) m._set_neg(true);
-  return m;
-}
-
-template <class F>
-IValue map_tensors(const IValue& v, F&& f) {
-  if (v.isTensor()) return f(v.toTensor());
-  if (v.isTensorList()) {
-    c10::List<at::Tensor> list;
-    for (const at::Tensor& t : v.toTensorVector()) list.push_back(f(t));
-    return list;
-  }
-  if (v.isOptionalTensorList()) {
-    c10::List<std::optional<at::Tensor>> list;
-    for (const auto& t : v.toOptionalTensorVector()) list.push_back(t ? std::optional<at::Tensor>(f(*t)) : std::nullopt);
-    return list;
-  }
-  return v;
-}
-
-// Meta does not check every dtype. A run on the physical device with each size cut to 1 raises what eager would raise.
-void check_dtypes(const OpInfo& op, const Stack& stack, size_t base) {
-  Stack tiny;
-  auto shrink = [&](const at::Tensor& t) {
-    if (!t.defined() || t.device().type() != kLazy) return t;
-    std::vector<int64_t> size;
-    for (auto n : t.sizes()) size.push_back(std::min<int64_t>(n, 1));
-    return at::zeros(size, at::TensorOptions().dtype(t.scalar_type()).device(physical_device(t.device().index())));
-  };
-  for (size_t i = 0; i < op.args.size(); i++) tiny.push_back(map_tensors(stack[base + i], shrink));
-  const Stack held = tiny;  // see Program::call
-  op.handle.callBoxed(&tiny);
-}
-
-bool boolean_index(const OpInfo& op, const Stack& stack, size_t base) {
-  for (size_t i = 0; i < op.args.size(); i++) {
-    if (op.args[i].kind != ArgKind::OptTensorList) continue;
-    for (const auto& e : stack[base + i].toListRef())
-      if (e.isTensor() && e.toTensor().defined() && (e.toTensor().scalar_type() == at::kBool || e.toTensor().scalar_type() == at::kByte)) return true;
-  }
-  return false;
-}
-
-InferencePtr no_meta(const std::shared_ptr<Inference>& result) {
-  result->recordable = Recordable::No;
-  result->reason = "its result's shape cannot be inferred without running it (no Meta kernel)";
-  return result;
-}
-
-// Runs the op on Meta once per (op, layouts, constants): checks what eager would check, and yields shapes.
-InferencePtr infer(const OpInfo& op, const Stack& stack, size_t base) {
-  PlainDispatch plain;
-  auto disabled = at::impl::PythonTorchFunctionTLS::get_disabled_state();
-  at::impl::PythonTorchFunctionTLS::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED);
-  struct Restore {
-    at::impl::TorchFunctionDisabledState s;
-    ~Restore() { at::impl::PythonTorchFunctionTLS::set_disabled_state(s); }
-  } restore{disabled};
-  stats().infers++;
-  auto result = std::make_shared<Inference>();
-  if (op.indexing && boolean_index(op, stack, base)) {  // index_put_: Meta refuses masks, but the result is `self` whatever they hold
-    result->returns.push_back({op.return_alias[0], -1, false, {}});
-    return result;
-  }
-  Stack metas;
-  std::vector<at::Tensor> written;
-  std::unordered_map<const void*, at::Tensor> seen;  // one argument given twice stays one tensor
-  auto convert = [&](const at::Tensor& t) {
-    if (!t.defined()) return t;
-    auto& m = seen[t.unsafeGetTensorImpl()];
-    if (!m.defined()) m = to_meta(t);
-    return m;
-  };
-  for (size_t i = 0; i < op.args.size(); i++) {
-    const auto& v = stack[base + i];
-    if (op.args[i].kind == ArgKind::Generator) metas.emplace_back();
-    else if (v.isDevice()) metas.emplace_back(c10::Device(c10::kMeta));
-    else metas.push_back(map_tensors(v, convert));
-  }
-  Stack args = metas;
-  try {
-    op.handle.callBoxed(&metas);
-  } catch (const c10::NotImplementedError&) {
-    return no_meta(result);
-  } catch (python_error& e) {
-    pybind11::gil_scoped_acquire gil;
-    if (!PyErr_GivenExceptionMatches(e.type, PyExc_NotImplementedError)) throw;
-    return no_meta(result);
-  }
-  if (op.checks_dtypes) check_dtypes(op, stack, base);
-  for (size_t r = 0; r < op.return_alias.size(); r++) {
-    Return ret;
-    const auto& v = metas[r];
-    if (op.return_alias[r] >= 0 && !op.view) {
-      ret.alias = op.return_alias[r];
-    } else if (v.isTensor()) {
-      result->outs.push_back(describe(v.toTensor()));
-    } else if (v.isTensorList()) {
-      auto list = v.toTensorVector();
-      ret.count = static_cast<int>(list.size());
-      for (const auto& t : list) result->outs.push_back(describe(t));
-    } else {
-      ret.number = true;
-      ret.value = v;
-    }
-    result->returns.push_back(ret);
-  }
-  for (size_t i = 0; i < op.args.size(); i++) {
-    if (!op.args[i].writes || !args[i].isTensor() || !args[i].toTensor().defined()) continue;
-    const auto& before = stack[base + i].toTensor();
-    const auto& after = args[i].toTensor();
-    if (before.sizes() != after.sizes()) result->resized.emplace_back(static_cast<int>(i), describe(after));
-  }
-  return result;
-}
-
-// ---- hashing ------------------------------------------------------------------------------------------------------------
-
-struct Scratch {
-  std::vector<uint64_t> words, numbers;
-};
-Scratch& scratch() {
-  static thread_local Scratch s;
-  s.words.clear();
-  s.numbers.clear();
-  return s;
-}
+constexpr uint64_t kList = 0x100, kLayout = 0x200;
 
 void add_layout(const c10::TensorImpl* t, std::vector<uint64_t>& words) {
-  auto sizes = t->sizes();
-  auto strides = t->strides();
-  uint64_t flags = (t->is_conj() ? 1 : 0) | (t->is_neg() ? 2 : 0);
-  words.push_back(0x7e00000000ULL | (static_cast<uint64_t>(t->dtype().toScalarType()) << 16) | (flags << 8) | sizes.size());
-  for (auto s : sizes) words.push_back(static_cast<uint64_t>(s));
-  for (auto s : strides) words.push_back(static_cast<uint64_t>(s));
+  const auto sizes = t->sizes(), strides = t->strides();
+  const uint64_t flags = (t->is_conj() ? 1 : 0) | (t->is_neg() ? 2 : 0);
+  const auto dtype = static_cast<uint64_t>(t->dtype().toScalarType());
+  words.push_back(kLayout | sizes.size() << 32 | dtype << 24 | flags << 16);
+  words.insert(words.end(), sizes.begin(), sizes.end());
+  words.insert(words.end(), strides.begin(), strides.end());
   words.push_back(static_cast<uint64_t>(t->storage_offset()));
 }
 
-uint64_t bits(double d) {
-  uint64_t u;
-  std::memcpy(&u, &d, sizeof u);
-  return u;
+void add_tensor(const IValue& v, std::vector<uint64_t>& words) {
+  if (!is_tensor(v)) return words.push_back(kUndefined);
+  const auto* t = v.unsafeToTensorImpl();
+  if (t->device_type() != kLazy) words.push_back(t->is_wrapped_number() ? kWrapped : kForeign);
+  add_layout(t, words);
+}
+
+Word kind_of(const IValue& v) {
+  if (v.isNone()) return kNone;
+  if (v.isInt()) return kInt;
+  if (v.isBool()) return v.toBool() ? kTrue : kFalse;
+  return v.isDouble() ? kDouble : v.isComplexDouble() ? kComplex : kOther;
 }
 
 void add_const(const IValue& v, std::vector<uint64_t>& words) {
-  if (v.isNone()) return words.push_back(0x01);
-  if (v.isInt()) return words.insert(words.end(), {0x02, static_cast<uint64_t>(v.toInt())}), void();
-  if (v.isBool()) return words.push_back(v.toBool() ? 0x04 : 0x03);
-  if (v.isDouble()) return words.insert(words.end(), {0x05, bits(v.toDouble())}), void();
-  if (v.isIntList()) {
-    auto list = v.toIntVector();
-    words.push_back(0x0600 | (list.size() << 16));
-    for (auto i : list) words.push_back(static_cast<uint64_t>(i));
+  if (v.isList()) {
+    words.push_back(kList | v.toListRef().size() << 32);
+    for (const auto& e : v.toListRef()) add_const(e, words);
     return;
   }
-  // Rare kinds (strings, bool lists, layouts): their printed form is their identity.
-  std::ostringstream text;
+  const auto kind = kind_of(v);
+  words.push_back(kind);
+  if (kind == kInt) words.push_back(static_cast<uint64_t>(v.toInt()));
+  if (kind == kDouble) words.push_back(std::bit_cast<uint64_t>(v.toDouble()));
+  if (kind == kComplex) {
+    words.push_back(std::bit_cast<uint64_t>(v.toComplexDouble().real()));
+    words.push_back(std::bit_cast<uint64_t>(v.toComplexDouble().imag()));
+  }
+  if (kind != kOther) return;
+  std::ostringstream text;  // rare kinds (strings, layouts): their printed form is their identity
   text << v.tagKind() << v;
-  auto s = text.str();
+  const auto s = text.str();
   words.push_back(torch::lazy::HashReduce(torch::lazy::DataHash(s.data(), s.size())));
 }
 
-void add_number(const IValue& v, bool value_matters, std::vector<uint64_t>& words) {
-  words.push_back(v.isNone() ? 0x10 : v.isDouble() ? 0x11 : v.isInt() ? 0x12 : v.isBool() ? 0x13 : 0x14);
-  if (value_matters && !v.isNone()) add_const(v.isComplexDouble() ? IValue(v.toComplexDouble().real()) : v, words);
-}
+// Is this value, of an argument that may be a number to fill in at run time, a constant?
+bool is_const(ArgKind kind, const IValue& v) { return v.isNone() || (kind == ArgKind::Exponent && !v.isDouble()); }
 
-bool host_scalar(const c10::TensorImpl* t) { return t->device_type() == c10::kCPU && t->dim() == 0 && t->layout() == at::kStrided; }
-
-IValue read_host(const at::Tensor& t) {
-  switch (t.scalar_type()) {
-    case at::kDouble: return *t.const_data_ptr<double>();
-    case at::kFloat: return static_cast<double>(*t.const_data_ptr<float>());
-    case at::kLong: return *t.const_data_ptr<int64_t>();
-    case at::kBool: return *t.const_data_ptr<bool>();
-    default: return IValue(t.item());
+// All that decides shapes and formulas: layouts, constants, kinds of numbers, and the default dtype, which type promotion reads.
+hash_t hash_call(const OpInfo& op, const IValue* args) {
+  static thread_local std::vector<uint64_t> words;
+  words.assign({op.name_hash, static_cast<uint64_t>(c10::get_default_dtype_as_scalartype())});
+  for (size_t i = 0; i < op.args.size(); i++) {
+    const auto& v = args[i];
+    const auto kind = op.args[i].kind;
+    switch (kind) {
+      case ArgKind::Tensor: add_tensor(v, words); break;
+      case ArgKind::TensorList:
+      case ArgKind::OptTensorList:
+        words.push_back(v.isNone() ? kNone : kList | v.toListRef().size() << 32);
+        if (!v.isNone()) for (const auto& e : v.toListRef()) add_tensor(e, words);
+        break;
+      case ArgKind::Scalar:
+      case ArgKind::Exponent:
+      case ArgKind::ScalarList:
+      case ArgKind::FloatList:
+        if (is_const(kind, v)) { add_const(v, words); break; }
+        words.push_back(kNumber | elements(v).size() << 32);
+        for (const auto& e : elements(v)) words.push_back(e.isBool() ? kTrue : kind_of(e));
+        break;
+      case ArgKind::Generator: words.push_back(v.isNone() ? kNone : kGenerator); break;
+      case ArgKind::Device: words.push_back(kDevice); break;
+      default: add_const(v, words);
+    }
   }
+  return torch::lazy::HashBlock(words.data(), words.size() * sizeof(uint64_t), hash_t(static_cast<uint64_t>(7)));
 }
 
 [[noreturn]] void mixed_devices(const OpInfo& op, const c10::Device& a, const c10::Device& b) {
-  TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ", a, " and ", b, "! (when recording ", op.name,
-              ")");
+  TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ", a, " and ", b,
+              "! (when recording ", op.name, ")");
 }
 
 // The device of the op's lazy tensors; checks that nothing else but 0-d CPU tensors is mixed in.
-c10::DeviceIndex common_device(const OpInfo& op, const Stack& stack, size_t base) {
-  c10::DeviceIndex found = -1;
+DeviceIndex common_device(const OpInfo& op, const IValue* args) {
+  DeviceIndex found = -1;
   std::optional<c10::Device> foreign;
-  auto look = [&](const c10::TensorImpl* t, bool in_list) {
-    if (t == c10::UndefinedTensorImpl::singleton()) return;
-    if (t->device_type() != kLazy) {
-      if (in_list || !host_scalar(t)) foreign = t->device();
-    } else if (found < 0) {
-      found = t->device().index();
-    } else if (found != t->device().index()) {
-      mixed_devices(op, c10::Device(kLazy, found), t->device());
-    }
-  };
+  each_tensor(op, args, [&](size_t i, const at::Tensor& t) {
+    const auto device = t.device();
+    const bool scalar = device.is_cpu() && t.dim() == 0 && t.layout() == at::kStrided && op.args[i].kind == ArgKind::Tensor;
+    if (device.type() != kLazy && !scalar) foreign = device;
+    if (device.type() != kLazy) return;
+    if (found >= 0 && found != device.index()) mixed_devices(op, c10::Device(kLazy, found), device);
+    found = device.index();
+  });
   for (size_t i = 0; i < op.args.size(); i++) {
-    const auto& v = stack[base + i];
+    const auto& v = args[i];
     if (v.isGenerator())
-      TORCH_CHECK(v.toGenerator().device().type() == kLazy, "Expected a 'lazysched' device type for generator but found '", v.toGenerator().device().type(), "'");
-    if (v.isTensor()) look(v.unsafeToTensorImpl(), false);
-    else if (v.isTensorList() || v.isOptionalTensorList()) {
-      for (const auto& e : v.toListRef())
-        if (e.isTensor()) look(e.unsafeToTensorImpl(), true);
-    } else if (v.isDevice() && found < 0 && v.toDevice().type() == kLazy && v.toDevice().has_index()) {
-      found = v.toDevice().index();
-    }
+      TORCH_CHECK(v.toGenerator().device().type() == kLazy, "Expected a 'lazysched' device type for generator but found '",
+                  v.toGenerator().device().type(), "'");
+    if (found < 0 && v.isDevice() && v.toDevice().type() == kLazy && v.toDevice().has_index()) found = v.toDevice().index();
   }
   if (found < 0) found = current_device();
   if (foreign) mixed_devices(op, c10::Device(kLazy, found), *foreign);
@@ -375,13 +139,13 @@ c10::DeviceIndex common_device(const OpInfo& op, const Stack& stack, size_t base
 }
 
 // Indexing accepts index tensors on the CPU, as on CUDA.
-void move_indices(const OpInfo& op, Stack* stack, size_t base) {
-  c10::DeviceIndex device = current_device();
-  if ((*stack)[base].isTensor() && (*stack)[base].toTensor().device().type() == kLazy) device = (*stack)[base].toTensor().device().index();
+void move_indices(const OpInfo& op, IValue* args) {
+  const bool lazy = is_tensor(args[0]) && is_lazy(args[0].toTensor());
+  const auto device = lazy ? args[0].toTensor().device().index() : current_device();
   for (size_t i = 0; i < op.args.size(); i++) {
     if (op.args[i].kind != ArgKind::OptTensorList) continue;
-    (*stack)[base + i] = map_tensors((*stack)[base + i], [&](const at::Tensor& t) {
-      if (!t.defined() || t.device().type() != c10::kCPU) return t;
+    args[i] = map_tensors(args[i], [&](const at::Tensor& t) {
+      if (!t.defined() || !t.device().is_cpu()) return t;
       PlainDispatch plain;
       return wrap_physical(t.to(physical_device(device), /*non_blocking=*/false, /*copy=*/true), device);
     });
@@ -390,383 +154,286 @@ void move_indices(const OpInfo& op, Stack* stack, size_t base) {
 
 }  // namespace
 
-// ---- the recorder ---------------------------------------------------------------------------------------------------------
-
 void Trace::reset(uint64_t new_id) {
+  auto clear = [](auto&... all) { (all.clear(), ...); };  // memory is kept for the next recording
+  clear(instrs, args, operands, dims, scalars, buffers, kinds, live);
   id = new_id;
-  instrs.clear();
-  args.clear();
-  operands.clear();
-  dims.clear();
-  scalars.clear();
-  buffers.clear();
-  kinds.clear();
-  written.clear();
-  live.clear();
   held_bytes = 0;
   hash = hash_t(static_cast<uint64_t>(0x1a2f5c));
 }
 
 int32_t Trace::number(Buffer* b, std::vector<uint64_t>& words) {
   if (b->trace == id) return b->index;
+  const bool known = b->physical || b->pending_in;
+  const auto kind = b->generator.defined() ? BufferKind::Generator : known ? BufferKind::Input : BufferKind::Fresh;
   b->trace = id;
   b->index = static_cast<int32_t>(buffers.size());
-  auto kind = b->generator.defined() ? BufferKind::Generator : (b->physical || b->pending_in) ? BufferKind::Input : BufferKind::Fresh;
+  b->touched = true;
   buffers.push_back(BufferPtr::reclaim_copy(b));
   kinds.push_back(kind);
-  written.push_back(0);
-  b->touched = true;
   if (kind == BufferKind::Fresh && b->owned) held_bytes += static_cast<int64_t>(b->nbytes);
   words.push_back((static_cast<uint64_t>(kind) << 56) | b->nbytes);
   return b->index;
 }
 
-namespace {
-
-Operand add_operand(Trace& t, const c10::TensorImpl* impl, Mode mode, std::vector<uint64_t>& words) {
-  Operand o;
-  if (impl == c10::UndefinedTensorImpl::singleton()) return o;
-  auto* b = buffer_of(impl->unsafe_storage());
-  o.buffer = t.number(b, words);
+Operand Trace::operand(const c10::TensorImpl* t, bool writes, std::vector<uint64_t>& words) {
+  auto* b = buffer_of(t->unsafe_storage());
+  Operand o{number(b, words), static_cast<int32_t>(dims.size()), static_cast<int16_t>(t->dim()), t->dtype().toScalarType(),
+            t->is_conj(), t->is_neg(), t->storage_offset()};
   words.push_back(static_cast<uint64_t>(o.buffer));
-  o.dims = static_cast<int32_t>(t.dims.size());
-  o.ndim = static_cast<int16_t>(impl->dim());
-  o.dtype = impl->dtype().toScalarType();
-  o.mode = mode;
-  o.conj = impl->is_conj();
-  o.neg = impl->is_neg();
-  o.offset = impl->storage_offset();
-  t.dims.insert(t.dims.end(), impl->sizes().begin(), impl->sizes().end());
-  t.dims.insert(t.dims.end(), impl->strides().begin(), impl->strides().end());
-  if (mode != Mode::Read) {
-    b->pending_in = t.id;
-    t.written[o.buffer] = 1;
-  }
+  dims.insert(dims.end(), t->sizes().begin(), t->sizes().end());
+  dims.insert(dims.end(), t->strides().begin(), t->strides().end());
+  if (writes) b->pending_in = id;
   return o;
 }
 
-void check_usable(const IValue& v) {
-  auto one = [](const c10::TensorImpl* t) {
-    if (t == c10::UndefinedTensorImpl::singleton() || t->device_type() != kLazy) return;
-    auto* b = buffer_of(t->unsafe_storage());
-    TORCH_CHECK(!b->error, *b->error);
-  };
-  if (v.isTensor()) one(v.unsafeToTensorImpl());
-  else if (v.isTensorList() || v.isOptionalTensorList())
-    for (const auto& e : v.toListRef())
-      if (e.isTensor()) one(e.unsafeToTensorImpl());
+void Trace::add_arg(const ArgInfo& info, const IValue& v, Instr& instr, std::vector<uint64_t>& words) {
+  Arg& arg = args.emplace_back();
+  switch (info.kind) {
+    case ArgKind::Tensor:
+      if (!is_tensor(v)) {
+        arg.value = v;  // None or an undefined tensor: which of the two the op wants depends on its schema
+        break;
+      }
+      if (v.unsafeToTensorImpl()->device_type() != kLazy) {
+        arg = {ArgKind::HostScalar, v.unsafeToTensorImpl()->is_wrapped_number(), v.toTensor().scalar_type(),
+               static_cast<int32_t>(scalars.size()), 1, {}};
+        scalars.emplace_back(at::native::_local_scalar_dense_cpu(v.toTensor()));
+        break;
+      }
+      [[fallthrough]];
+    case ArgKind::TensorList:
+    case ArgKind::OptTensorList:
+      if (v.isNone()) break;
+      arg.kind = info.kind;
+      arg.first = static_cast<int32_t>(operands.size());
+      for (const auto& e : elements(v))
+        operands.push_back(is_tensor(e) ? operand(e.unsafeToTensorImpl(), info.writes, words) : Operand());
+      arg.count = static_cast<int32_t>(operands.size()) - arg.first;
+      break;
+    case ArgKind::Scalar:
+    case ArgKind::Exponent:
+    case ArgKind::ScalarList:
+    case ArgKind::FloatList:
+      if (is_const(info.kind, v)) {
+        arg.value = v;
+        break;
+      }
+      arg.kind = info.kind == ArgKind::Exponent ? ArgKind::Scalar : info.kind;
+      arg.first = static_cast<int32_t>(scalars.size());
+      for (const auto& e : elements(v)) scalars.push_back(e);
+      arg.count = static_cast<int32_t>(scalars.size()) - arg.first;
+      break;
+    case ArgKind::Generator:
+      arg.kind = ArgKind::Generator;
+      if (!v.isNone()) instr.generator = number(generator_buffer(v.toGenerator()), words);
+      break;
+    case ArgKind::Device: arg.kind = ArgKind::Device; break;
+    default: arg.value = v;
+  }
 }
 
-void take_shape(const at::Tensor& t, const TensorMeta& m) {
-  if (t.numel() != 0)
-    TORCH_WARN("An output with one or more elements was resized since it had shape ", t.sizes(), ", which does not match the required output shape ",
-               at::IntArrayRef(m.size), ". This behavior is deprecated.");
-  t.resize_(m.size);
-  t.unsafeGetTensorImpl()->set_sizes_and_strides(m.size, m.stride);
+Recorder::Recorder(DeviceIndex i) : index(i), trace_(std::make_unique<Trace>()), spare_(std::make_unique<Trace>()) {
+  trace_->reset(next_id_++);
 }
 
-}  // namespace
-
-Recorder::Recorder(c10::DeviceIndex i) : index(i), trace_(std::make_unique<Trace>()), spare_(std::make_unique<Trace>()) { trace_->reset(next_id_++); }
-
-Recorder& recorder(c10::DeviceIndex i) {
+std::vector<std::unique_ptr<Recorder>>& recorders() {
   static auto* all = [] {
     auto* v = new std::vector<std::unique_ptr<Recorder>>();
-    for (int d = 0; d < device_count(); d++) v->push_back(std::make_unique<Recorder>(static_cast<c10::DeviceIndex>(d)));
+    for (int d = 0; d < device_count(); d++) v->push_back(std::make_unique<Recorder>(static_cast<DeviceIndex>(d)));
     return v;
   }();
+  return *all;
+}
+
+Recorder& recorder(DeviceIndex i) {
   if (i < 0) i = current_device();
-  TORCH_CHECK(i < static_cast<int>(all->size()), "lazysched: there is no device lazysched:", static_cast<int>(i));
-  return *(*all)[i];
+  TORCH_CHECK(i < static_cast<int>(recorders().size()), "lazysched: there is no device lazysched:", static_cast<int>(i));
+  return *recorders()[i];
 }
 
 bool Recorder::is_pending(const Buffer* b) {
   std::lock_guard<std::mutex> lock(mutex);
   return b->pending_in != 0;
 }
+bool Recorder::is_used(const Buffer* b) {
+  std::lock_guard<std::mutex> lock(mutex);
+  return b->pending_in != 0 || b->trace == trace_->id;
+}
+Trace Recorder::copy() {
+  std::lock_guard<std::mutex> lock(mutex);
+  return *trace_;
+}
 
 void Recorder::on_storage_death(Buffer* b) {
   std::lock_guard<std::mutex> lock(mutex);
   b->owned = false;
   if (b->trace != trace_->id) return;
-  trace_->held_bytes += trace_->kinds[b->index] == BufferKind::Input ? static_cast<int64_t>(b->nbytes) : -static_cast<int64_t>(b->nbytes);
+  const auto n = static_cast<int64_t>(b->nbytes);
+  trace_->held_bytes += trace_->kinds[b->index] == BufferKind::Input ? n : -n;
 }
+
+namespace {
+
+void take_shape(const at::Tensor& t, const at::Tensor& meta) {
+  if (t.numel() != 0)
+    TORCH_WARN("An output with one or more elements was resized since it had shape ", t.sizes(),
+               ", which does not match the required output shape ", meta.sizes(), ". This behavior is deprecated.");
+  t.resize_(meta.sizes());
+  t.unsafeGetTensorImpl()->set_sizes_and_strides(meta.sizes(), meta.strides());
+}
+
+at::Tensor make_view(const at::Tensor& source, const at::Tensor& meta) {
+  const auto bytes = source.storage_offset() * static_cast<int64_t>(source.element_size());
+  const auto offset = bytes / static_cast<int64_t>(meta.element_size()) + meta.storage_offset();
+  return alias_storage(source.storage(), meta.scalar_type(), meta.sizes(), meta.strides(), offset, meta.is_conj(), meta.is_neg());
+}
+
+}  // namespace
 
 void Recorder::record(const OpInfo& op, Stack* stack) {
-  const size_t n = op.args.size(), base = stack->size() - n;
-  auto& s = scratch();
-  s.words.push_back(op.name_hash);
-  for (size_t i = 0; i < n; i++) {
-    const auto& v = (*stack)[base + i];
-    const auto& a = op.args[i];
-    switch (a.kind) {
-      case ArgKind::Tensor:
-        if (!v.isTensor() || v.unsafeToTensorImpl() == c10::UndefinedTensorImpl::singleton()) s.words.push_back(0x20);
-        else {
-          auto* t = v.unsafeToTensorImpl();
-          if (t->device_type() != kLazy) s.words.push_back(t->is_wrapped_number() ? 0x22 : 0x21);
-          add_layout(t, s.words);
-        }
-        break;
-      case ArgKind::TensorList:
-      case ArgKind::OptTensorList:
-        if (v.isNone()) { s.words.push_back(0x23); break; }
-        s.words.push_back(0x2400 | (v.toListRef().size() << 16));
-        for (const auto& e : v.toListRef()) {
-          if (e.isTensor() && e.unsafeToTensorImpl() != c10::UndefinedTensorImpl::singleton()) add_layout(e.unsafeToTensorImpl(), s.words);
-          else s.words.push_back(0x20);
-        }
-        break;
-      case ArgKind::Scalar: add_number(v, op.floats_shape || (op.pow_like && !v.isDouble()), s.words); break;
-      case ArgKind::ScalarList:
-        if (v.isNone()) { s.words.push_back(0x25); break; }
-        if (v.isDoubleList()) s.words.push_back(0x2600 | (v.toDoubleList().size() << 16));
-        else {
-          s.words.push_back(0x2700 | (v.toListRef().size() << 16));
-          for (const auto& e : v.toListRef()) add_number(e, op.floats_shape, s.words);
-        }
-        if (op.floats_shape) add_const(v, s.words);
-        break;
-      case ArgKind::Generator: s.words.push_back(v.isNone() ? 0x28 : 0x29); break;
-      case ArgKind::Device: s.words.push_back(0x2a); break;
-      default: add_const(v, s.words);
-    }
-  }
-  const auto meta_hash = torch::lazy::HashBlock(s.words.data(), s.words.size() * 8, hash_t(static_cast<uint64_t>(7)));
-
-  InferencePtr known;
-  {
-    std::shared_lock<std::shared_mutex> lock(memo().mutex);
-    auto it = memo().table.find(meta_hash);
-    if (it != memo().table.end()) known = it->second;
-  }
-  if (!known) {
-    known = infer(op, *stack, base);
-    std::unique_lock<std::shared_mutex> lock(memo().mutex);
-    if (memo().table.size() > 200000) memo().table.clear();
-    memo().table[meta_hash] = known;
-  }
-  if (known->recordable != Recordable::Yes) return run_now(op, stack, "unrecordable", op.name + ": " + known->reason);
-  for (size_t i = 0; i < n; i++) check_usable((*stack)[base + i]);
-  for (const auto& [arg, m] : known->resized) take_shape((*stack)[base + arg].toTensor(), m);
-
+  const IValue* args = stack->data() + stack->size() - op.args.size();
+  const auto call = hash_call(op, args);
+  const auto known = inference(op, args, call);
+  if (!known->refusal.empty()) return run_now(op, stack, "unrecordable", op.name + ": " + known->refusal);
+  for (const auto& [arg, meta] : known->resized) take_shape(args[arg].toTensor(), meta);
   c10::SmallVector<at::Tensor, 4> outs;
-  if (op.view) {
-    const auto& source = (*stack)[base].toTensor();
-    for (const auto& m : known->outs) {
-      auto offset = source.storage_offset() * static_cast<int64_t>(source.element_size()) / static_cast<int64_t>(c10::elementSize(m.dtype)) + m.offset;
-      auto t = alias_storage(source.storage(), source.key_set(), m.dtype, m.size, m.stride, offset);
-      if (m.conj != t.is_conj()) t._set_conj(m.conj);
-      if (m.neg != t.is_neg()) t._set_neg(m.neg);
-      outs.push_back(std::move(t));
-    }
-  } else {
-    for (const auto& m : known->outs) outs.push_back(m.defined ? make_lazy(m.size, m.stride, m.dtype, index) : at::Tensor());
-    const Site site = capture_site();
-    const int64_t backward = backward_sequence();
-    std::lock_guard<std::mutex> lock(mutex);
-    Trace& t = *trace_;
-    Instr instr{&op, static_cast<int32_t>(t.args.size()), 0, static_cast<int32_t>(outs.size()), -1, site,
-                static_cast<int64_t>(at::sequence_number::peek()), backward};
-    for (size_t i = 0; i < n; i++) {
-      auto& v = (*stack)[base + i];
-      const auto& a = op.args[i];
-      const Mode mode = !a.writes ? Mode::Read : a.out ? Mode::Write : Mode::ReadWrite;
-      Arg arg;
-      switch (a.kind) {
-        case ArgKind::Tensor:
-          if (v.isTensor() && v.toTensor().defined() && v.toTensor().device().type() != kLazy) {
-            arg.kind = ArgKind::HostScalar;
-            arg.first = static_cast<int32_t>(t.scalars.size());
-            arg.dtype = v.toTensor().scalar_type();
-            arg.wrapped = v.unsafeToTensorImpl()->is_wrapped_number();
-            t.scalars.push_back(read_host(v.toTensor()));
-          } else if (v.isTensor() && v.toTensor().defined()) {
-            arg.kind = ArgKind::Tensor;
-            arg.first = static_cast<int32_t>(t.operands.size());
-            t.operands.push_back(add_operand(t, v.unsafeToTensorImpl(), mode, s.numbers));
-          } else {
-            arg.value = v;  // None or an undefined tensor: which of the two the op wants depends on its schema
-          }
-          break;
-        case ArgKind::TensorList:
-        case ArgKind::OptTensorList:
-          if (v.isNone()) break;
-          arg.kind = a.kind;
-          arg.first = static_cast<int32_t>(t.operands.size());
-          arg.count = static_cast<int32_t>(v.toListRef().size());
-          for (const auto& e : v.toListRef())
-            t.operands.push_back(e.isTensor() ? add_operand(t, e.unsafeToTensorImpl(), mode, s.numbers) : Operand());
-          break;
-        case ArgKind::Scalar:
-          if (v.isNone() || op.floats_shape || (op.pow_like && !v.isDouble())) { arg.value = v; break; }
-          arg.kind = ArgKind::Scalar;
-          arg.first = static_cast<int32_t>(t.scalars.size());
-          t.scalars.push_back(v);
-          break;
-        case ArgKind::ScalarList:
-          if (v.isNone() || op.floats_shape) { arg.value = v; break; }
-          arg.kind = ArgKind::ScalarList;
-          arg.first = static_cast<int32_t>(t.scalars.size());
-          if (v.isDoubleList()) {
-            for (double d : v.toDoubleVector()) t.scalars.emplace_back(d);
-          } else {
-            for (const auto& e : v.toListRef()) t.scalars.push_back(e);
-          }
-          arg.count = static_cast<int32_t>(t.scalars.size()) - arg.first;
-          break;
-        case ArgKind::Generator:
-          arg.kind = ArgKind::Generator;
-          if (!v.isNone()) instr.generator = t.number(generator_buffer(v.toGenerator()), s.numbers);
-          break;
-        case ArgKind::Device: arg.kind = ArgKind::Device; break;
-        default: arg.value = v;
-      }
-      t.args.push_back(std::move(arg));
-    }
-    if (op.random) {
-      if (instr.generator < 0) instr.generator = t.number(default_generator_buffer(index), s.numbers);
-      s.numbers.push_back(static_cast<uint64_t>(instr.generator));
-      t.buffers[instr.generator]->pending_in = t.id;
-      t.written[instr.generator] = 1;
-    }
-    instr.outs = static_cast<int32_t>(t.operands.size());
-    for (const auto& o : outs) {
-      t.operands.push_back(add_operand(t, o.unsafeGetTensorImpl(), Mode::Write, s.numbers));
-    }
-    t.instrs.push_back(instr);
-    s.numbers.push_back(static_cast<uint64_t>(torch::lazy::HashReduce(meta_hash)));
-    s.numbers.push_back(c10::Uint128High64(meta_hash));
-    t.hash = torch::lazy::HashBlock(s.numbers.data(), s.numbers.size() * 8, t.hash);
-    stats().recorded++;
-  }
-
-  c10::SmallVector<IValue, 4> returns;
-  size_t next = 0;
-  for (const auto& r : known->returns) {
-    if (r.alias >= 0) returns.push_back((*stack)[base + r.alias]);
-    else if (r.number) returns.push_back(r.value);
-    else if (r.count >= 0) {
-      c10::List<at::Tensor> list;
-      for (int k = 0; k < r.count; k++) list.push_back(outs[next++]);
-      returns.emplace_back(std::move(list));
-    } else {
-      returns.emplace_back(outs[next++]);
-    }
-  }
-  stack->erase(stack->end() - static_cast<int64_t>(n), stack->end());
-  for (auto& r : returns) stack->push_back(std::move(r));
-  check_limits();
-}
-
-void Recorder::check_limits() {
-  const auto& l = limits();
-  if (l.eager) return barrier("eager", "LAZYSCHED_MODE=eager runs each op at once");
-  if (pending_ops() >= l.max_ops) return barrier("limit", "LAZYSCHED_MAX_OPS ops are recorded");
-  if (l.max_bytes && trace_->held_bytes > l.max_bytes) return barrier("limit", "LAZYSCHED_MAX_PENDING_BYTES are held by the recording");
-}
-
-// Runs an op that cannot be recorded, on the physical tensors, after what it depends on.
-void Recorder::run_now(const OpInfo& op, Stack* stack, const char* kind, const std::string& reason) {
-  const size_t n = op.args.size(), base = stack->size() - n;
-  bool settle = op.random;
-  auto each = [&](const IValue& v, auto&& f) {
-    if (v.isTensor()) f(v.toTensor());
-    else if (v.isTensorList() || v.isOptionalTensorList())
-      for (const auto& e : v.toListRef())
-        if (e.isTensor()) f(e.toTensor());
+  auto make = [&](const at::Tensor& m) {
+    if (op.view) return make_view(args[0].toTensor(), m);
+    return outs.emplace_back(m.defined() ? make_lazy(m.sizes(), m.strides(), m.scalar_type(), index) : m);
   };
-  {
-    std::lock_guard<std::mutex> lock(mutex);
-    for (size_t i = 0; i < n; i++)
-      each((*stack)[base + i], [&](const at::Tensor& t) {
-        if (!t.defined() || t.device().type() != kLazy) return;
-        auto* b = buffer_of(t);
-        settle |= b->pending_in != 0 || (op.args[i].writes && b->trace == trace_->id);
-      });
+  c10::SmallVector<IValue, 4> returns;
+  for (size_t r = 0; r < op.return_alias.size(); r++) {
+    const int arg = op.handed_back(r);
+    returns.push_back(arg >= 0 ? args[arg] : map_tensors(known->returns[r], make));
   }
-  if (settle) barrier(kind, reason);
-  stats().fallbacks++;
-  count(op.name);
+  const char* limit = op.view ? nullptr : append(op, args, outs, call);
+  torch::jit::drop(stack, op.args.size());
+  for (auto& r : returns) stack->push_back(std::move(r));
+  if (limits.eager) barrier("eager", "LAZYSCHED_MODE=eager runs each op at once");
+  else if (limit) barrier("limit", limit);
+}
 
-  Stack args(stack->begin() + static_cast<int64_t>(base), stack->end());
+// Returns the limit that the recording has reached, else null.
+const char* Recorder::append(const OpInfo& op, const IValue* args, c10::ArrayRef<at::Tensor> outs, hash_t call) {
+  static thread_local std::vector<uint64_t> words;
+  words.clear();
+  const Site site = capture_site();  // these two may wait for the GIL
+  const int64_t backward = backward_sequence();
+  std::lock_guard<std::mutex> lock(mutex);
+  each_tensor(op, args, [](size_t, const at::Tensor& t) {
+    if (is_lazy(t)) buffer_of(t)->check();
+  });
+  Trace& t = *trace_;
+  Instr instr{&op, static_cast<int32_t>(t.args.size())};
+  instr.site = site;
+  instr.sequence = static_cast<int64_t>(at::sequence_number::peek());
+  instr.backward = backward;
+  for (size_t i = 0; i < op.args.size(); i++) t.add_arg(op.args[i], args[i], instr, words);
+  if (op.random) {
+    if (instr.generator < 0) instr.generator = t.number(default_generator_buffer(index), words);
+    words.push_back(static_cast<uint64_t>(instr.generator));
+    t.buffers[instr.generator]->pending_in = t.id;
+  }
+  instr.outs = static_cast<int32_t>(t.operands.size());
+  instr.n_outs = static_cast<int32_t>(outs.size());
+  for (const auto& o : outs) t.operands.push_back(o.defined() ? t.operand(o.unsafeGetTensorImpl(), true, words) : Operand());
+  t.instrs.push_back(instr);
+  words.push_back(c10::Uint128Low64(call));
+  words.push_back(c10::Uint128High64(call));
+  t.hash = torch::lazy::HashBlock(words.data(), words.size() * sizeof(uint64_t), t.hash);
+  stats[kRecorded]++;
+  if (static_cast<int64_t>(t.instrs.size()) >= limits.max_ops) return "LAZYSCHED_MAX_OPS ops are recorded";
+  return limits.max_bytes && t.held_bytes > limits.max_bytes ? "LAZYSCHED_MAX_PENDING_BYTES are held by the recording" : nullptr;
+}
+
+void record_boxed(const c10::OperatorHandle& handle, Stack* stack) {
+  const auto& op = op_info(handle);
+  IValue* args = stack->data() + stack->size() - op.args.size();
+  if (op.indexing) move_indices(op, args);
+  auto& r = recorder(common_device(op, args));
+  switch (op.masks_matter && !boolean_index(op, args) ? Recordable::Yes : op.recordable) {
+    case Recordable::Yes: return r.record(op, stack);
+    case Recordable::DataDependent:
+      return r.run_now(op, stack, "data_dependent_shape", op.name + ": its result depends on the values");
+    case Recordable::ReturnsNumber: return r.run_now(op, stack, "value_access", op.name + " returns a Python value");
+    default: return r.run_now(op, stack, "unrecordable", op.name + " cannot be recorded");
+  }
+}
+
+bool Recorder::must_settle(const OpInfo& op, const IValue* args) {
+  bool must = op.random;
+  std::lock_guard<std::mutex> lock(mutex);
+  each_tensor(op, args, [&](size_t i, const at::Tensor& t) {
+    if (!is_lazy(t)) return;
+    const auto* b = buffer_of(t);
+    must |= b->pending_in != 0 || (op.args[i].writes && b->trace == trace_->id);
+  });
+  return must;
+}
+
+// `t` takes what became of its physical side `p`: an output that the op resized.
+void Recorder::adopt(const at::Tensor& t, const at::Tensor& p) {
+  auto* b = buffer_of(t);
+  std::lock_guard<std::mutex> lock(mutex);
+  if (t.sizes() == p.sizes() && t.strides() == p.strides() && p.storage().nbytes() <= b->nbytes) return;
+  b->physical = p.storage();
+  b->nbytes = p.storage().nbytes();
+  t.storage().unsafeGetStorageImpl()->set_nbytes(b->nbytes);
+  t.unsafeGetTensorImpl()->set_sizes_and_strides(p.sizes(), p.strides());
+}
+
+// Runs an op on the physical tensors, after what it depends on.
+void Recorder::run_now(const OpInfo& op, Stack* stack, const char* kind, const std::string& reason) {
+  const Stack args = torch::jit::pop(*stack, op.args.size());
+  if (must_settle(op, args.data())) barrier(kind, reason);
+  stats[kFallbacks]++;
+  count(op.name);
   Stack physical;
-  std::vector<std::pair<at::Tensor, at::Tensor>> sources, written;  // (lazy, physical)
-  for (size_t i = 0; i < n; i++) {
-    const auto& v = args[i];
+  std::vector<std::pair<at::Tensor, at::Tensor>> pairs;  // (lazy, physical)
+  for (const auto& v : args) {
     if (v.isDevice() && v.toDevice().type() == kLazy) physical.emplace_back(physical_device(index));
     else if (v.isGenerator()) physical.emplace_back(generator_buffer(v.toGenerator())->generator);
     else physical.push_back(map_tensors(v, [&](const at::Tensor& t) {
-      if (!t.defined() || t.device().type() != kLazy) return t;
-      auto p = materialise(t, kind, reason);
-      sources.emplace_back(t, p);
-      if (op.args[i].writes) written.emplace_back(t, p);
-      return p;
+      return is_lazy(t) ? pairs.emplace_back(t, materialise(t, kind, reason)).second : t;
     }));
   }
-  std::vector<c10::Storage> before;
-  for (auto& [t, p] : written) before.push_back(p.storage());
   {
     GilRelease nogil;
-    PlainDispatch plain;
-    c10::OptionalDeviceGuard guard;
-    if (physical_type() == c10::kCUDA) guard.reset_device(physical_device(index));
+    PlainDispatch plain(index);
     op.handle.callBoxed(&physical);
   }
-  for (auto& [t, p] : written) {  // an output that the op resized
-    if (t.sizes() == p.sizes() && t.strides() == p.strides() && p.storage().nbytes() <= buffer_of(t)->nbytes) continue;
-    auto* b = buffer_of(t);
-    std::lock_guard<std::mutex> lock(mutex);
-    b->physical = p.storage();
-    b->nbytes = p.storage().nbytes();
-    t.storage().unsafeGetStorageImpl()->set_nbytes(b->nbytes);
-    t.unsafeGetTensorImpl()->set_sizes_and_strides(p.sizes(), p.strides());
-  }
+  size_t next = 0;
+  each_tensor(op, args.data(), [&](size_t i, const at::Tensor& t) {
+    if (!is_lazy(t)) return;
+    const auto& p = pairs[next++].second;
+    if (op.args[i].writes) adopt(t, p);
+  });
   auto lift = [&](const at::Tensor& p) -> at::Tensor {
     if (!p.defined() || p.device() != physical_device(index)) return p;
-    for (auto& [t, q] : sources)
-      if (p.is_alias_of(q)) return alias_storage(t.storage(), t.key_set(), p.scalar_type(), p.sizes(), p.strides(), p.storage_offset());
+    for (const auto& [t, q] : pairs)
+      if (p.is_alias_of(q)) return alias_storage(t.storage(), p);
     return wrap_physical(p, index);
   };
-  stack->erase(stack->end() - static_cast<int64_t>(n), stack->end());
   for (size_t r = 0; r < op.return_alias.size(); r++) {
-    if (op.return_alias[r] >= 0 && !op.view) stack->push_back(args[op.return_alias[r]]);
-    else stack->push_back(map_tensors(physical[r], lift));
+    const int arg = op.handed_back(r);
+    stack->push_back(arg >= 0 ? args[arg] : map_tensors(physical[r], lift));
   }
 }
 
 at::Tensor Recorder::materialise(const at::Tensor& t, const char* kind, const std::string& reason) {
   auto* b = buffer_of(t);
   if (is_pending(b)) barrier(kind, reason);
-  TORCH_CHECK(!b->error, *b->error);
-  if (!b->physical) {
-    PlainDispatch plain;
-    b->physical = at::empty({static_cast<int64_t>(b->nbytes)}, at::TensorOptions().dtype(at::kByte).device(physical_device(index))).storage();
-    b->touched = true;
-  }
-  return physical_view(b->physical, t);
-}
-
-void record_boxed(const c10::OperatorHandle& handle, Stack* stack) {
-  const auto& op = op_info(handle);
-  const size_t base = stack->size() - op.args.size();
-  if (op.indexing) move_indices(op, stack, base);
-  auto& r = recorder(common_device(op, *stack, base));
-  auto recordable = op.recordable;
-  if (op.indexing && starts(op.name, "aten::index.")) recordable = boolean_index(op, *stack, base) ? Recordable::DataDependent : Recordable::Yes;
-  switch (recordable) {
-    case Recordable::Yes: return r.record(op, stack);
-    case Recordable::DataDependent: return r.run_now(op, stack, "data_dependent_shape", op.name + ": its result depends on the values");
-    case Recordable::ReturnsNumber: return r.run_now(op, stack, "value_access", op.name + " returns a Python value");
-    default: return r.run_now(op, stack, "unrecordable", op.name + " cannot be recorded");
-  }
-}
-
-PlainDispatch::PlainDispatch()
-    : guard(c10::DispatchKeySet(c10::DispatchKey::BackendSelect), c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset) {}
-
-void prefork_lock(bool lock) {
-  for (int i = 0; i < device_count(); i++) lock ? recorder(i).mutex.lock() : recorder(i).mutex.unlock();
+  std::unique_lock<std::mutex> lock(mutex);
+  b->check();
+  if (b->physical) return alias_storage(b->physical, t);
+  const auto n = b->nbytes;
+  lock.unlock();
+  auto physical = physical_bytes(n, index);  // nothing wrote it yet: torch.empty
+  lock.lock();
+  b->touched = true;
+  b->physical = physical;
+  return alias_storage(physical, t);
 }
 
 }  // namespace lazysched

@@ -1,0 +1,150 @@
+"""What an op's schema means for recording it, asked once per op by the native core. Imports torch, `ir_nodes.ops` and `core`."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from enum import IntEnum
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ir_nodes import ops
+from lazy_backend import core
+
+
+class ArgKind(IntEnum):
+    """As in csrc/core.h."""
+
+    CONST = 0
+    TENSOR = 1
+    TENSOR_LIST = 2
+    OPT_TENSOR_LIST = 3
+    SCALAR = 4
+    EXPONENT = 5
+    SCALAR_LIST = 6
+    FLOAT_LIST = 7
+    GENERATOR = 8
+    DEVICE = 9
+    HOST_SCALAR = 10
+
+
+class Recordable(IntEnum):
+    """As in csrc/core.h."""
+
+    YES = 0
+    DATA_DEPENDENT = 1
+    RETURNS_NUMBER = 2
+    NO = 3
+
+
+_KINDS = {
+    "Tensor": ArgKind.TENSOR,
+    "List[Tensor]": ArgKind.TENSOR_LIST,
+    "List[Optional[Tensor]]": ArgKind.OPT_TENSOR_LIST,
+    "number": ArgKind.SCALAR,
+    "float": ArgKind.SCALAR,
+    "List[number]": ArgKind.SCALAR_LIST,
+    "List[float]": ArgKind.FLOAT_LIST,
+    "Generator": ArgKind.GENERATOR,
+    "Device": ArgKind.DEVICE,
+}
+_NUMBERS = (ArgKind.SCALAR, ArgKind.SCALAR_LIST, ArgKind.FLOAT_LIST)
+# Their int returns are sizes that Meta knows.
+_RETURN_SIZES = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")
+# Beside pointwise ops: those that refuse some dtypes only when they run.
+_CHECKED_BY_RUNNING = frozenset("mm bmm addmm baddbmm addbmm addmv dot _softmax _log_softmax mean".split())
+# Their Meta kernels promise other shapes than the real ones give.
+_META_IS_WRONG = ("_embedding_bag",)
+# The shape of their results depends on the data where an index is a mask.
+_MASKED = ("index", "_unsafe_index")
+
+
+@dataclass(frozen=True, slots=True)
+class OpSchema:
+    """Fields of `OpInfo` in csrc/core.h, in the order in which `read_schema` in csrc/bind.cpp takes them.
+
+    ``args``: kind, and whether the op writes it. ``return_alias``: the argument that a return is, -1 for a new tensor.
+    ``checks_dtypes``: some dtypes are refused only when it runs. ``masks_matter``: data-dependent only for boolean indices.
+    """
+
+    args: list[tuple[int, bool]]
+    return_alias: list[int]
+    recordable: int
+    random: bool
+    generator_arg: bool
+    view: bool
+    checks_dtypes: bool
+    indexing: bool
+    masks_matter: bool
+
+
+def read(target: str) -> OpSchema:
+    """What the core wants to know of ``target`` ("aten::add.out"). Raises KeyError for an op that torch does not know."""
+    schema = ops.schema(target)
+    space, name, over = ops.split(target)
+    tags = torch._C._get_operation_overload(f"{space}::{name}", over)[2]
+    base = name if space == "aten" else ""
+    kinds = arg_kinds(schema, base)
+    aliases = [info for info in (item.alias_info for item in schema.returns) if info is not None]
+    random = torch.Tag.nondeterministic_seeded in tags or ArgKind.GENERATOR in kinds
+    return OpSchema(
+        [(int(kind), ops.written_mode(target, index) != "r") for index, kind in enumerate(kinds)],
+        [alias_of(schema, item.alias_info) for item in schema.returns],
+        int(recordable(schema, base, tags)),
+        random,
+        ArgKind.GENERATOR in kinds,
+        any(not info.is_write for info in aliases),
+        not random and (torch.Tag.pointwise in tags or base in _CHECKED_BY_RUNNING),
+        ArgKind.OPT_TENSOR_LIST in kinds,
+        base in _MASKED,
+    )
+
+
+def arg_kinds(schema: torch._C.FunctionSchema, base: str) -> list[ArgKind]:
+    """Where numbers decide the result's shape (no tensor does, or they scale one) they are constants, like all else unnamed."""
+    kinds = [kind_of(str(arg.type)) for arg in schema.arguments]
+    given = [kind for kind, arg in zip(kinds, schema.arguments)
+             if not (arg.kwarg_only and arg.alias_info is not None and arg.alias_info.is_write)]
+    scales = base.startswith("_upsample") and any(arg.name.startswith("scale") for arg in schema.arguments)
+    if base.startswith("upsample") or scales or not {ArgKind.TENSOR, ArgKind.TENSOR_LIST} & set(given):
+        return [ArgKind.CONST if kind in _NUMBERS else kind for kind in kinds]
+    if base.startswith(("pow", "_foreach_pow")):  # an integer exponent chooses the formula
+        return [ArgKind.EXPONENT if kind is ArgKind.SCALAR else kind for kind in kinds]
+    return kinds
+
+
+def kind_of(type_name: str) -> ArgKind:
+    bare = type_name[len("Optional[") : -1] if type_name.startswith("Optional[") else type_name
+    return _KINDS.get(bare, ArgKind.CONST)
+
+
+def alias_of(schema: torch._C.FunctionSchema, info: Any) -> int:
+    """The last argument that shares a return's alias set; -1 where there is none."""
+    found = -1
+    for index, arg in enumerate(schema.arguments):
+        if info is not None and arg.alias_info is not None and same_alias(arg.alias_info, info):
+            found = index
+    return found
+
+
+def same_alias(one: Any, other: Any) -> bool:
+    return (one.is_write, one.before_set, one.after_set) == (other.is_write, other.before_set, other.after_set)
+
+
+def recordable(schema: torch._C.FunctionSchema, base: str, tags: list[torch.Tag]) -> Recordable:
+    if base.startswith(_META_IS_WRONG):
+        return Recordable.NO
+    returns = {str(item.type) for item in schema.returns}
+    if not returns <= {"Tensor", "List[Tensor]"} and not base.startswith(_RETURN_SIZES):
+        return Recordable.RETURNS_NUMBER
+    if base in _MASKED or torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags:
+        return Recordable.DATA_DEPENDENT
+    return Recordable.YES
+
+
+def install(native: ModuleType) -> None:
+    native.set_schema_reader(lambda target: astuple(read(target)))
+
+
+core.at_start(install)
