@@ -117,6 +117,7 @@ void set_data(const at::Tensor& p, const at::Tensor& other) {
 
 void start(bool cuda, int count) {
   start_device(cuda, count);
+  if (!cuda) use_cpu_cells();
   register_lazy_core();
   constexpr auto unlock = [] { for (auto& r : recorders()) r->mutex.unlock(); };
   pthread_atfork([] { for (auto& r : recorders()) r->mutex.lock(); }, unlock, [] {

@@ -53,8 +53,9 @@ struct Buffer final : c10::intrusive_ptr_target {
 };
 using BufferPtr = c10::intrusive_ptr<Buffer>;
 
+// The data pointer, not its context: torch.save wraps the address of a storage in another storage without an owner.
 inline Buffer* buffer_of(const c10::Storage& s) {
-  auto* b = static_cast<Buffer*>(s.data_ptr().get_context());
+  auto* b = static_cast<Buffer*>(s.data_ptr().get());
   TORCH_CHECK(b, "lazysched: this storage was not made by the lazysched allocator");
   return b;
 }
@@ -193,6 +194,7 @@ c10::DeviceType physical_type();
 c10::Device physical_device(DeviceIndex i);
 void synchronize(DeviceIndex i);  // waits for the physical device
 void start_device(bool cuda, int count);
+void use_cpu_cells();
 void resize_bytes(const c10::Storage& s, size_t n);
 Buffer* default_generator_buffer(DeviceIndex i);
 Buffer* generator_buffer(const at::Generator& g);

@@ -140,6 +140,11 @@ struct Generator final : c10::GeneratorImpl {
   BufferPtr buffer;
 };
 
+at::Generator new_generator(DeviceIndex i) {
+  auto physical = cuda_ ? at::detail::getCUDAHooks().getNewGenerator(i)
+                        : at::make_generator<at::CPUGeneratorImpl>(c10::default_rng_seed_val);
+  return at::make_generator<Generator>(physical, i);
+}
 const at::Generator& default_generator(DeviceIndex i) {
   static std::mutex m;
   static auto* all = new std::unordered_map<int, at::Generator>();
@@ -147,10 +152,7 @@ const at::Generator& default_generator(DeviceIndex i) {
   std::lock_guard<std::mutex> lock(m);
   auto it = all->find(i);
   if (it != all->end()) return it->second;
-  // On CUDA the device's own default generator: ops without a generator argument draw from it.
-  auto physical = cuda_ ? at::globalContext().defaultGenerator(Device(c10::kCUDA, i))
-                        : at::make_generator<at::CPUGeneratorImpl>(c10::default_rng_seed_val);
-  return all->emplace(i, at::make_generator<Generator>(physical, i)).first->second;
+  return all->emplace(i, new_generator(i)).first->second;
 }
 
 struct Hooks final : at::PrivateUse1HooksInterface {
@@ -163,12 +165,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   DeviceIndex exchangeDevice(DeviceIndex i) const override { return Guard().exchangeDevice({kLazy, i}).index(); }
   DeviceIndex maybeExchangeDevice(DeviceIndex i) const override { return i < 0 ? current_ : exchangeDevice(i); }
   const at::Generator& getDefaultGenerator(DeviceIndex i) const override { return default_generator(i); }
-  at::Generator getNewGenerator(DeviceIndex i) const override {
-    if (i < 0) i = current_;
-    auto physical = cuda_ ? at::detail::getCUDAHooks().getNewGenerator(i)
-                          : at::make_generator<at::CPUGeneratorImpl>(c10::default_rng_seed_val);
-    return at::make_generator<Generator>(physical, i);
-  }
+  at::Generator getNewGenerator(DeviceIndex i) const override { return new_generator(i < 0 ? current_ : i); }
   Device getDeviceFromPtr(void*) const override { return {kLazy, current_}; }
   bool isPinnedPtr(const void* p) const override { return cuda_ && at::detail::getCUDAHooks().isPinnedPtr(p); }
   at::Allocator* getPinnedMemoryAllocator() const override {

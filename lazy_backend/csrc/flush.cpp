@@ -76,6 +76,13 @@ void Recorder::settle(std::unique_ptr<Trace> trace, const std::string* error) {
   spare_ = std::move(trace);
 }
 
+// Where the user's Python recorded an op; for one that backward recorded, where its forward was.
+static Site site_of(const Trace& trace, const Instr& instr) {
+  for (const auto& forward : trace.instrs)
+    if (!instr.site.code && forward.site.code && forward.sequence - 1 == instr.backward) return forward.site;
+  return instr.site;
+}
+
 void Recorder::flush_locked(const char* kind, const std::string& reason, Site site) {
   auto trace = take_trace();
   if (!trace) return log_barrier(kind, reason, site, 0, 0, false);
@@ -97,7 +104,7 @@ void Recorder::flush_locked(const char* kind, const std::string& reason, Site si
   } catch (c10::Error& e) {
     if (failed >= 0) {
       const auto& instr = trace->instrs[failed];
-      const auto place = describe_site(instr.site);
+      const auto place = describe_site(site_of(*trace, instr));
       e.add_context("raised by " + instr.op->name + (place.empty() ? "" : ", recorded at " + place));
     }
     error = std::current_exception();

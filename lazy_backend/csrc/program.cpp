@@ -31,9 +31,9 @@ std::string driver_error(int code) {
   return text ? text : std::to_string(code);
 }
 
-// Ops that draw without a generator argument use the CPU's default one: lend it our state for the call.
+// Ops that draw without a generator argument use the physical device's default one: lend it our state for the call.
 struct LentState {
-  explicit LentState(at::Generator g) : ours(std::move(g)), theirs(at::globalContext().defaultGenerator(c10::kCPU)) {
+  LentState(at::Generator g, c10::Device device) : ours(std::move(g)), theirs(at::globalContext().defaultGenerator(device)) {
     saved = theirs.get_state();
     theirs.set_state(ours.get_state());
   }
@@ -43,6 +43,15 @@ struct LentState {
   }
   at::Generator ours, theirs;
   at::Tensor saved;
+};
+
+// An out= call may resize its output on the way to the shape it had; what a user did wrong was said when recording.
+struct QuietResize final : c10::WarningHandler {
+  explicit QuietResize(c10::WarningHandler* user) : user_(user) {}
+  void process(const c10::Warning& w) override {
+    if (w.msg().rfind("An output with one or more elements was resized", 0) != 0) user_->process(w);
+  }
+  c10::WarningHandler* user_;
 };
 
 // One run.
@@ -90,7 +99,7 @@ struct Runner {
     // Attention returns its random seed in host memory and wants it back there, so the device is the op's own choice.
     auto fresh = at::empty_strided(size, stride, at::TensorOptions().dtype(want.dtype).device(got.device()));
     // Statistics that the op leaves out in inference: nobody may read them, in eager mode either.
-    if (!got.numel() && fresh.numel()) return fresh.storage();
+    if (!got.numel()) return fresh.storage();
     TORCH_CHECK(got.sizes() == size, op.name, " promised a result of shape ", size, " and gave ", got.sizes());
     return fresh.copy_(got).storage();
   }
@@ -117,8 +126,8 @@ struct Runner {
     for (size_t i = 0; i < in.op->args.size(); i++) stack.push_back(argument(trace.args[in.args + i], in, slot));
     {
       std::optional<LentState> lent;
-      const bool lend = in.generator >= 0 && !in.op->generator_arg && physical_type() == c10::kCPU;
-      if (lend) lent.emplace(trace.buffers[in.generator]->generator);
+      const bool lend = in.generator >= 0 && !in.op->generator_arg;
+      if (lend) lent.emplace(trace.buffers[in.generator]->generator, physical_device(device));
       // An op with several outputs hands back references to its arguments after it has dropped them from the stack.
       const Stack held = in.op->return_alias.size() > 1 ? stack : Stack();
       in.op->handle.callBoxed(&stack);
@@ -161,6 +170,8 @@ struct Runner {
 
 void Program::run(Trace& trace, DeviceIndex device, int32_t& failed) const {
   PlainDispatch plain(device);
+  QuietResize quiet(c10::WarningUtils::get_warning_handler());
+  c10::WarningUtils::WarningHandlerGuard warnings(&quiet);
   const auto stream = [&] { return c10::impl::VirtualGuardImpl(c10::kCUDA).getStream(physical_device(device)).native_handle(); };
   Runner runner{trace, device, launches ? stream() : nullptr, std::vector<c10::Storage>(slots)};
   for (auto [buffer, slot] : inputs) {
