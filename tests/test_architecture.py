@@ -129,10 +129,15 @@ def test_every_signature_is_typed_and_no_except_is_bare(file: Path) -> None:
     assert (untyped, bare) == ([], [])
 
 
+def code_lines(text: str) -> int:
+    """Lines of C or C++ that hold more than a comment."""
+    return sum(1 for line in text.splitlines() if line.strip() and not line.strip().startswith("//"))
+
+
 def test_native_core_is_small_and_knows_no_cuda() -> None:
     assert {file.suffix for file in NATIVE_FILES} <= {".cpp", ".h", ".c"}
     texts = [file.read_text() for file in NATIVE_FILES]
-    assert sum(len(text.splitlines()) for text in texts) <= MAX_CPP_LINES
+    assert sum(code_lines(text) for text in texts) < MAX_CPP_LINES
     assert [line for text in texts for line in re.findall(r"#include\s*[<\"](?:.*/)?cuda.*", text)] == []
 
 
