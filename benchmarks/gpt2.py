@@ -42,7 +42,8 @@ def kernels(trainer: Trainer) -> dict[str, list[float]]:
         trainer.seconds(1)
     counts, times = Counter[str](), Counter[str]()
     for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        # Where a PrivateUse1 device is registered, the profiler files the GPU's kernels under it.
+        if event.device_type in (torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.PrivateUse1):
             counts[kind(event.name)] += 1
             times[kind(event.name)] += event.time_range.elapsed_us()
     return {row: [counts[row], times[row]] for row in counts}

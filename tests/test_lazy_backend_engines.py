@@ -1,4 +1,4 @@
-"""Which engine runs a recording: the triton engine end to end, what takes over where it fails, what is compiled again.
+"""Which engine runs a recording: the triton engine end to end, what takes over where it fails, what it prints.
 
 The triton engine runs in child processes, because a program in the cache keeps the engine that made it. Without a GPU its
 kernels run in Triton's interpreter.
@@ -234,77 +234,3 @@ def test_debug_graph_prints_the_graph_with_source_lines(told: str) -> None:
 def test_without_a_debug_level_nothing_is_printed() -> None:
     done = children.call(a_small_program, engine="triton")
     assert (done.stdout, done.stderr) == ("sum 1.0\n", "")
-
-
-# ---- what is compiled again ---------------------------------------------------------------------------------------------
-
-
-def five_programs() -> None:
-    x = torch.linspace(-1, 1, 12, device=DEVICE)
-    wanted = torch.linspace(-1, 1, 12)
-    made: list[Callable[[torch.Tensor], torch.Tensor]] = [torch.tanh, torch.exp, lambda t: t * 2 + 1, torch.sin, lambda t: t.sum(0)]
-    for _ in range(4):
-        for program in made:
-            torch.testing.assert_close(run(program, x).cpu(), program(wanted))
-    assert lazy_backend.stats()["evicted"] >= 10
-    before = compiles()
-    for _ in range(6):
-        run(torch.sin, x)
-        run(torch.tanh, x)
-    assert compiles() <= before + 2, "two programs fit"
-
-
-def test_a_full_cache_drops_the_least_recently_used() -> None:
-    children.call(five_programs, cache_size=2)
-
-
-def only_numbers_change() -> None:
-    x = torch.linspace(-1, 1, 12, device=DEVICE)
-
-    def program(step: int, rate: float) -> torch.Tensor:
-        return torch.nn.functional.dropout(fusible(x, rate), 0.5).add(float(step)).mul_(1 - rate**step)
-
-    run(program, 1, 0.5)
-    run(program, 2, 0.25)
-    before = compiles()
-    for step in range(3, 9):
-        torch.manual_seed(step)
-        run(program, step, 1 / step)
-    _other_line = program(9, 0.75)
-    lazy_backend.mark_step()
-    with torch.no_grad():
-        run(program, 10, 0.1)
-    torch.set_num_threads(2)
-    run(program, 11, 0.2)
-    assert compiles() == before
-
-
-@pytest.mark.parametrize("engine", ["aten", "triton"])
-def test_numbers_seeds_steps_and_lines_are_not_compiled_in(engine: str) -> None:
-    children.call(only_numbers_change, engine=engine)
-
-
-def another_batch_size() -> None:
-    weight = torch.linspace(-1, 1, 96, device=DEVICE)
-
-    def program(x: torch.Tensor) -> torch.Tensor:
-        return fusible(x * weight).sum(0)
-
-    def loaded() -> int:
-        return len(triton_engine._interpreted) + len(triton_engine._compiled)
-
-    counts = []
-    for rows in (2048, 3072, 4096):
-        x = torch.linspace(-1, 1, rows * 96).reshape(rows, 96)
-        mine = x.to(DEVICE)
-        lazy_backend.mark_step()
-        before = compiles(), loaded()
-        got = run(program, mine)
-        counts.append((compiles() - before[0], loaded() - before[1]))
-        torch.testing.assert_close(got.cpu(), fusible(x * weight.cpu()).sum(0), rtol=1e-4, atol=1e-4)
-    assert counts[0][1] >= 1
-    assert counts == [(1, counts[0][1]), (1, 0), (1, 0)], "a new size is planned again and compiles no kernel"
-
-
-def test_another_batch_size_is_planned_again_and_compiles_no_kernel() -> None:
-    children.call(another_batch_size, engine="triton")
