@@ -222,6 +222,10 @@ at::Tensor alias_storage(const c10::Storage& s, const at::Tensor& like) {
 }
 
 c10::Storage physical_bytes(size_t n, DeviceIndex device) {
+  if (!cuda_) {  // asked for every intermediate of a program, so not through the dispatcher
+    auto* cpu = c10::GetCPUAllocator();
+    return c10::Storage(c10::Storage::use_byte_size_t(), n, cpu->allocate(n), cpu, true);
+  }
   PlainDispatch plain;
   return at::empty({static_cast<int64_t>(n)}, at::TensorOptions().dtype(at::kByte).device(physical_device(device))).storage();
 }

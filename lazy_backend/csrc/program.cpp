@@ -60,6 +60,7 @@ struct Runner {
   const DeviceIndex device;
   void* const stream;
   std::vector<c10::Storage> slots;
+  Stack stack = {};  // of the op that runs; kept for its memory
 
   at::Tensor view(const Operand& o, int32_t slot) const {
     if (slot < 0 || o.buffer < 0) return {};
@@ -105,7 +106,7 @@ struct Runner {
   }
 
   // `slot`: that of the op's first new output.
-  void take_results(const Instr& in, const Stack& stack, const int32_t* slot) {
+  void take_results(const Instr& in, const int32_t* slot) {
     const Operand* want = trace.operands.data() + in.outs;
     const int32_t* end = slot + in.n_outs;
     for (size_t r = 0; r < stack.size(); r++) {
@@ -120,8 +121,7 @@ struct Runner {
 
   void run(const Program::Call& call, int32_t index) {
     const Instr& in = trace.instrs[index];
-    Stack stack;
-    stack.reserve(in.op->args.size() + 2);
+    stack.clear();
     const int32_t* slot = call.slots.data();
     for (size_t i = 0; i < in.op->args.size(); i++) stack.push_back(argument(trace.args[in.args + i], in, slot));
     {
@@ -132,7 +132,8 @@ struct Runner {
       const Stack held = in.op->return_alias.size() > 1 ? stack : Stack();
       in.op->handle.callBoxed(&stack);
     }
-    take_results(in, stack, slot);
+    if (in.n_outs) take_results(in, slot);
+    stack.clear();
   }
 
   uint64_t launch_word(const Program::LaunchArg& a) {
