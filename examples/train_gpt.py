@@ -88,7 +88,8 @@ def train(options: Options) -> Result:
         if step % options.read_every == 0 or step in (WARM_UP, options.steps - 1):
             result.losses[step] = loss.item()
             clock.tick(step)
-            bar.set_postfix_str(f"loss {result.losses[step]:.3f}, {clock.tokens_per_second():,.0f} tokens/s")
+            speed = clock.tokens_per_second()
+            bar.set_postfix_str(f"loss {result.losses[step]:.3f}, " + ("compiling" if math.isnan(speed) else f"{speed:,.0f} tokens/s"))
 
     result.tokens_per_second = clock.tokens_per_second()
     result.held_out = held_out_loss(model, text, options)

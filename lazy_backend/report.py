@@ -20,7 +20,7 @@ def metrics_report() -> str:
         ("cache hits", f"{counts['cache_hits']:,}"),
         ("executables dropped from the cache", f"{counts['evicted']:,}"),
         ("steps run (ATen calls and kernels)", f"{counts['nodes_run']:,} ({counts['nodes_run'] / runs:.1f} a recording)"),
-        ("Triton kernels run", f"{counts['kernels_run']:,} ({counts['kernels_run'] / runs:.1f} a recording)"),
+        ("Triton kernels launched on a GPU", f"{counts['kernels_run']:,} ({counts['kernels_run'] / runs:.1f} a recording)"),
         ("dead ops never run", f"{counts['nodes_dead']:,}"),
         ("shapes inferred", f"{counts['shape_inferences']:,}"),
     ]
