@@ -16,9 +16,8 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What an engine is told: the recording its calls copy constants from, where it runs, where it may keep files."""
+    """What an engine is told: where it runs, where it may keep files."""
 
-    recording: object
     cuda: bool
     device: int
     kernel_dir: Path
@@ -31,4 +30,4 @@ Engine = Callable[[Graph, Context], tuple[list[Emit], list[int]]]
 
 def aten(graph: Graph, context: Context) -> tuple[list[Emit], list[int]]:
     """Each node is one ATen call, in graph order: right on any device, and what others fall back to."""
-    return [emit_call(node, context.recording) for node in graph.nodes], []
+    return [emit_call(node) for node in graph.nodes], []

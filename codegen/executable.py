@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Callable, Iterable, Protocol, Sequence
+from typing import Callable, Protocol, Sequence
 
-from codegen.memory_plan import MemoryPlan, StepUse, node_use, plan_memory
+from codegen.memory_plan import StepUse, node_use, plan_memory
 from ir_nodes import Graph, Node
 from ir_nodes.node import Operand, Target
 
@@ -14,12 +14,15 @@ class Program(Protocol):
     """The native core's program builder (csrc/bind.cpp)."""
 
     def call(self, instr: int, slots: list[int]) -> None: ...
-    def launch(self, function: int, grid: tuple[int, int, int], threads: int, shared: int,
-               args: list[tuple[str, int, int]], instr: int) -> None: ...
+    def launch(
+        self, function: int, grid: tuple[int, int, int], threads: int, shared: int, args: list[tuple[str, int, int]], instr: int
+    ) -> None: ...
     def python(self, run: Callable[[list[object], list[object]], None], instr: int) -> None: ...
     def alloc(self, slot: int, nbytes: int) -> None: ...
     def free(self, slot: int) -> None: ...
-    def finish(self, slots: int, inputs: list[tuple[int, int]], outputs: list[tuple[int, int, int]], nodes: int, dead: int) -> None: ...
+    def finish(
+        self, slots: int, inputs: list[tuple[int, int]], outputs: list[tuple[int, int, int]], nodes: int, dead: int
+    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class Emit:
     nodes: int = 1
 
 
-def emit_call(node: Node, recording: object) -> Emit:
+def emit_call(node: Node) -> Emit:
     """``node`` as one ATen call on the physical device."""
     slots = operand_slots(node)
     return Emit(node_use(node), written_buffers(node), lambda program: program.call(node.instr, slots))
@@ -53,11 +56,8 @@ def operand_slots(node: Node) -> list[int]:
 
     for arg in node.args:
         walk(arg)
-    slots += [-1 if index is None else node.writes[index].value.buffer.index for index in node.returns if index != NOT_A_TENSOR]
+    slots += [-1 if index is None else node.writes[index].value.buffer.index for index in node.returns]
     return slots
-
-
-NOT_A_TENSOR = -1  # in `Node.returns`: a number
 
 
 def written_buffers(node: Node) -> tuple[int, ...]:
@@ -79,9 +79,6 @@ def assemble(graph: Graph, program: Program, steps: Sequence[Emit], dead: int, t
         position += 1 + len(plan.frees[index])
         for slot in plan.frees[index]:
             program.free(slot)
-    outputs = [(b.index, b.index, ready[b.index]) for b in graph.buffers if b.live and b.index in ready and b.index not in inputs_of(plan)]
+    bound = set(plan.inputs)
+    outputs = [(b.index, b.index, ready[b.index]) for b in graph.buffers if b.live and b.index in ready and b.index not in bound]
     program.finish(plan.slots, [(b, b) for b in plan.inputs], outputs, sum(step.nodes for step in steps), dead)
-
-
-def inputs_of(plan: MemoryPlan) -> Iterable[int]:
-    return set(plan.inputs)

@@ -11,7 +11,7 @@ from codegen.expressions import ROWS, Unsupported
 from codegen.instructions import Part
 from codegen.lowering import arguments
 from codegen.pointwise import base_name, lower_row
-from ir_nodes.node import Node, Target
+from ir_nodes.node import Node
 
 PREFIX = "_foreach_"
 _NUMBER = {"addcmul": "value", "addcdiv": "value", "lerp": "weight", "pow": "exponent", "clamp_max": "max", "clamp_min": "min"}

@@ -8,7 +8,7 @@ replaces it (`ir_nodes.verify` checks that).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Iterable, Sequence
+from typing import Sequence
 
 from ir_nodes import BufferKind, Graph, Node
 
@@ -73,8 +73,3 @@ def node_use(node: Node) -> StepUse:
     touched = dict.fromkeys(value.buffer.index for value in node.inputs())
     touched.update(dict.fromkeys(write.value.buffer.index for write in node.writes))
     return StepUse(tuple(b for b in touched if b not in returned), tuple(returned))
-
-
-def ready_steps(graph: Graph, writers: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """For each buffer the last step that writes it, from (step, buffer) pairs in step order."""
-    return {buffer: step for step, buffer in writers}

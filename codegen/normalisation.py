@@ -6,7 +6,7 @@ from typing import Any
 
 from codegen.expressions import function
 from codegen.instructions import Instr, Part
-from codegen.lowering import Lowering, arguments, Unsupported
+from codegen.lowering import Lowering, Unsupported, arguments
 from codegen.promotion import HALF
 from codegen.reductions import mean_of, operand_of, reduction, write_kept
 from ir_nodes.node import Node

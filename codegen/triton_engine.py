@@ -41,7 +41,7 @@ def triton(graph: Graph, context: Context) -> tuple[list[Emit], list[int]]:
     emits = []
     for step in planned.steps:
         if not isinstance(step, KernelStep):
-            emits.append(emit_call(step.node, context.recording))
+            emits.append(emit_call(step.node))
         elif context.cuda:
             emits.append(emit_launch(step, ready[step.kernel], scratch))
         else:

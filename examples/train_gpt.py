@@ -89,7 +89,8 @@ def train(options: Options) -> Result:
             result.losses[step] = loss.item()
             clock.tick(step)
             speed = clock.tokens_per_second()
-            bar.set_postfix_str(f"loss {result.losses[step]:.3f}, " + ("compiling" if math.isnan(speed) else f"{speed:,.0f} tokens/s"))
+            rate = "compiling" if math.isnan(speed) else f"{speed:,.0f} tokens/s"
+            bar.set_postfix_str(f"loss {result.losses[step]:.3f}, {rate}")
 
     result.tokens_per_second = clock.tokens_per_second()
     result.held_out = held_out_loss(model, text, options)

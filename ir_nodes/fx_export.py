@@ -21,7 +21,8 @@ def to_fx(graph: Graph, device: torch.device | str = "cpu") -> fx.GraphModule:
     """A module that computes ``graph`` on tensors of ``device``.
 
     It takes `fx_inputs(graph, buffers)`, one tensor for each of ``graph.inputs()`` in that order, then one number for each
-    of ``graph.scalars``. An input is 1-D, of the dtype in which the graph first sees the buffer. It returns a tuple: for each of ``graph.outputs()``, the whole buffer, 1-D of such a dtype. Nothing that
+    of ``graph.scalars``. An input is 1-D, of the dtype in which the graph first sees the buffer. It returns a tuple:
+    for each of ``graph.outputs()``, the whole buffer, 1-D of such a dtype. Nothing that
     is passed in is changed. Random generators are neither inputs nor outputs: random ops draw from the default one.
     """
     return _Export(graph, torch.device(device)).module()
@@ -61,7 +62,9 @@ class _Export:
         self.graph, self.device = graph, device
         self.dtypes = _dtypes(graph)
         self.fx = fx.Graph()
-        self.flat: dict[Value, fx.Node] = {value: self.fx.placeholder(f"b{value.buffer.index}") for value in _plain(graph.inputs())}
+        self.flat: dict[Value, fx.Node] = {
+            value: self.fx.placeholder(f"b{value.buffer.index}") for value in _plain(graph.inputs())
+        }
         self.numbers = [self.fx.placeholder(f"s{index}") for index in range(len(graph.scalars))]
 
     def module(self) -> fx.GraphModule:

@@ -17,6 +17,8 @@ for _name in ("ir_nodes", "barriers", "codegen"):
 from lazy_backend import debug, flush
 from lazy_backend.api import (
     barriers as barriers_fired,
+)
+from lazy_backend.api import (
     mark_step,
     stats,
     sync,

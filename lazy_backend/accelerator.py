@@ -1,4 +1,7 @@
-"""Keeps CUDA's own autograd working once the device has its name. Imports torch, `ir_nodes.settings` and `lazy_backend.native` only."""
+"""Keeps CUDA's own autograd working once the device has its name.
+
+Imports torch, `ir_nodes.settings` and `lazy_backend.native` only.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,9 @@ def keep_cuda() -> None:
         raise AcceleratorError(f"lazysched can't keep CUDA's autograd working beside its device ({ISSUE}): {error}") from error
     torch_cpu = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     if library.lazysched_keep_cuda(str(torch_cpu).encode()) != 1:
-        raise AcceleratorError(f"lazysched does not know this build of torch {torch.__version__}: backward over CUDA tensors fails beside it ({ISSUE})")
+        raise AcceleratorError(
+            f"lazysched does not know this build of torch {torch.__version__}: backward over CUDA tensors fails beside it ({ISSUE})"
+        )
 
 
 def build() -> Path:
@@ -47,7 +52,9 @@ def build() -> Path:
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             part = Path(scratch) / target.name
-            result = subprocess.run([*compiler, *flags, str(SOURCE), "-o", str(part), "-ldl"], capture_output=True, text=True, check=False)
+            result = subprocess.run(
+                [*compiler, *flags, str(SOURCE), "-o", str(part), "-ldl"], capture_output=True, text=True, check=False
+            )
             if result.returncode:
                 raise native.NativeBuildError(result.stderr[:500])
             os.replace(part, target)

@@ -1,4 +1,4 @@
-"""Loads and sets up the native core at the device's first use. Imports torch, `ir_nodes.settings` and `lazy_backend` parts below it."""
+"""Loads and sets up the native core at the device's first use. Imports torch, `ir_nodes.settings` and `lazy_backend.native`."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class _DeviceContext:
 
 
 class DeviceModule(types.ModuleType):
-    """`torch.lazysched`: the functions of `torch.cuda` that the device needs. Nothing here loads the native core but what must."""
+    """`torch.lazysched`: the functions of `torch.cuda` that the device needs. Only what must loads the native core."""
 
     Event = torch.Event
     Stream = torch.Stream

@@ -24,7 +24,7 @@ def compile_recording(native: ModuleType, recording: Recording, device: int) -> 
     if "graph" in now.debug:
         print(printer.text(graph), file=sys.stderr)
     program: Program = native.Program()
-    steps, temporaries = plan_steps(graph, recording, engine_name(), device)
+    steps, temporaries = plan_steps(graph, engine_name(), device)
     assemble(graph, program, steps, recorded - len(graph.nodes), temporaries)
     return program
 
@@ -36,19 +36,22 @@ def engine_name() -> str:
     return chosen
 
 
-def plan_steps(graph: Graph, recording: Recording, engine: str, device: int) -> tuple[list[Emit], list[int]]:
+def plan_steps(graph: Graph, engine: str, device: int) -> tuple[list[Emit], list[int]]:
     """The engine's steps; where it fails, a warning that names the cause, and the aten engine's."""
     now = settings.current()
     show = show_source if "kernels" in now.debug else None
-    context = Context(recording, core.physical_is_cuda(), device, now.cache_dir / "kernels", show)
+    context = Context(core.physical_is_cuda(), device, now.cache_dir / "kernels", show)
     try:
         return engines.engine(engine)(graph, context)
     except Exception as error:  # a kernel that cannot be made must not cost the user the step
         if engine == "aten":
             raise
         cause = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-        warnings.warn(f"lazysched: the {engine} engine gives up on a graph of {len(graph.nodes)} nodes, which the aten engine runs instead: {cause}",
-                      RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"lazysched: the {engine} engine gives up on a graph of {len(graph.nodes)} nodes, which the aten engine runs instead: {cause}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         return engines.engine("aten")(graph, context)
 
 

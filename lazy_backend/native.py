@@ -131,7 +131,8 @@ def compile_flags(name: str) -> tuple[str, ...]:
 
 def link_flags() -> tuple[str, ...]:
     """The C++ runtime that torch runs on comes first: some toolchains link a static one, whose streams crash beside it."""
-    return ("-shared", *loaded_runtime(), f"-L{TORCH / 'lib'}", f"-Wl,-rpath,{TORCH / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python")
+    where = (f"-L{TORCH / 'lib'}", f"-Wl,-rpath,{TORCH / 'lib'}")
+    return ("-shared", *loaded_runtime(), *where, "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python")
 
 
 def loaded_runtime() -> list[str]:

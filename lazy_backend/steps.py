@@ -1,4 +1,4 @@
-"""The automatic barrier at the end of `optimizer.step()`, and `torch._lazy`'s waiting. Imports torch and `lazy_backend` parts below it."""
+"""The automatic barrier after `optimizer.step()`, and `torch._lazy`'s waiting. Imports torch and `lazy_backend` parts below."""
 
 from __future__ import annotations
 

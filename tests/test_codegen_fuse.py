@@ -9,7 +9,7 @@ from recording import Recording
 
 from codegen.fuse import plan
 from codegen.kernel import ExternStep, KernelStep, Plan
-from codegen.tuning import HOPPER, Tuning
+from codegen.tuning import Tuning
 from ir_nodes import Access, BufferKind, Graph, Layout
 
 LOOPED = Tuning(tile=64, persistent=16, looped=16)

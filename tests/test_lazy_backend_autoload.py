@@ -59,7 +59,9 @@ def test_torch_alone_loads_nothing_heavy_and_builds_nothing(installed: list[str]
     assert done.returncode == 0, done.stderr
     loaded = set(done.stdout.split())
     assert OURS <= loaded, "the entry point was not called"
-    assert [name for name in ("triton", "hypothesis", "torch._dynamo", "torch._inductor", "lazysched_core") if name in loaded] == []
+    assert [
+        name for name in ("triton", "hypothesis", "torch._dynamo", "torch._inductor", "lazysched_core") if name in loaded
+    ] == []
     assert done.stderr == ""
     if torch.version.cuda is None:  # beside CUDA a shim of a few lines is compiled
         assert not cache.exists()

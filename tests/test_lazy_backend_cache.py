@@ -43,7 +43,13 @@ def fusible(x: torch.Tensor, number: float = 0.5) -> torch.Tensor:
 def five_programs() -> None:
     x = torch.linspace(-1, 1, 12, device=DEVICE)
     wanted = torch.linspace(-1, 1, 12)
-    made: list[Callable[[torch.Tensor], torch.Tensor]] = [torch.tanh, torch.exp, lambda t: t * 2 + 1, torch.sin, lambda t: t.sum(0)]
+    made: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        torch.tanh,
+        torch.exp,
+        lambda t: t * 2 + 1,
+        torch.sin,
+        lambda t: t.sum(0),
+    ]
     for _ in range(4):
         for program in made:
             torch.testing.assert_close(run(program, x).cpu(), program(wanted))

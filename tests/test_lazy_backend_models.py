@@ -38,7 +38,9 @@ def compare(model: nn.Module, x: Tensor, y: Tensor, loss: Callable[[Tensor, Tens
             losses.append(value.item())
         assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     for name, value in model.state_dict().items():
-        torch.testing.assert_close(lazy.state_dict()[name].cpu(), value, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            lazy.state_dict()[name].cpu(), value, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 class Last(nn.Module):
@@ -67,8 +69,18 @@ def labels(count: int, classes: int = 3) -> Tensor:
 
 def test_convolutions_and_their_running_statistics() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, groups=2),
-                          nn.GroupNorm(2, 8), nn.SiLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3, groups=2),
+        nn.GroupNorm(2, 8),
+        nn.SiLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 3),
+    )
     compare(model, torch.randn(4, 3, 16, 16), labels(4), F.cross_entropy)
     assert model[1].num_batches_tracked == 4 and model[1].running_mean.abs().max() > 0
 
@@ -76,7 +88,12 @@ def test_convolutions_and_their_running_statistics() -> None:
 def test_channels_last() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 3))
-    compare(model.to(memory_format=torch.channels_last), torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last), labels(4), F.cross_entropy)
+    compare(
+        model.to(memory_format=torch.channels_last),
+        torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last),
+        labels(4),
+        F.cross_entropy,
+    )
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
@@ -101,8 +118,19 @@ def test_checkpoint_draws_the_same_dropout_again() -> None:
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     "adam for-loop": lambda p: torch.optim.Adam(p, lr=1e-2, foreach=False),
-    **{kind.__name__: lambda p, kind=kind: kind(p, lr=1e-2) for kind in (torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta,
-       torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.ASGD, torch.optim.Rprop)},
+    **{
+        kind.__name__: lambda p, kind=kind: kind(p, lr=1e-2)
+        for kind in (
+            torch.optim.RMSprop,
+            torch.optim.Adagrad,
+            torch.optim.Adadelta,
+            torch.optim.NAdam,
+            torch.optim.RAdam,
+            torch.optim.Adamax,
+            torch.optim.ASGD,
+            torch.optim.Rprop,
+        )
+    },
 }
 
 

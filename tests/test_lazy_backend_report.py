@@ -51,7 +51,14 @@ def row(text: str, name: str) -> str:
 
 def test_it_counts_graphs_hits_and_ops(report: tuple[str, str]) -> None:
     engine, text = report
-    names = ("ops recorded", "recordings run", "graphs compiled", "cache hits", "dead ops never run", "executables dropped from the cache")
+    names = (
+        "ops recorded",
+        "recordings run",
+        "graphs compiled",
+        "cache hits",
+        "dead ops never run",
+        "executables dropped from the cache",
+    )
     assert [row(text, name) for name in names] == ["13", "7", "4", "3", "3", "0"]
 
 
