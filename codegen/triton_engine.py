@@ -50,7 +50,7 @@ def triton(graph: Graph, context: Context) -> tuple[list[Emit], list[int]]:
 
 
 def compile_all(kernels: Sequence[Kernel], context: Context) -> dict[Kernel, Compiled]:
-    """Compile what is not compiled yet, one after the other: Triton's compiler is not safe in threads.
+    """Compile what is not compiled yet, one after the other.
 
     Raises KernelCompileError.
     """
