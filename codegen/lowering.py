@@ -119,7 +119,7 @@ class Lowering:
         """A number input as ``dtype``."""
         if number.kind == "complex":
             raise Unsupported("a complex number")
-        if number.kind == "float":
+        if number.kind in ("float", "double"):
             held = torch.float64 if dtype is torch.float64 else torch.float32
         else:
             held = torch.int64

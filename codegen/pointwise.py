@@ -79,14 +79,8 @@ def _dtype(row: Row, args: Mapping[str, Any], out: torch.dtype) -> torch.dtype:
     if row.promote == "cast":
         return _source_dtype(row, args, out)
     common = _common(row, args)
-    if out is torch.float64 and common.is_floating_point and not any(map(_is_float, args.values())):
-        return out  # a 0-d float64 tensor among integers arrives as a number
     floats = row.promote == "float" or (row.promote == "division" and args.get("rounding_mode") is None)
     return torch.get_default_dtype() if floats and not common.is_floating_point else common
-
-
-def _is_float(arg: Any) -> bool:
-    return isinstance(arg, Operand) and arg.layout.dtype.is_floating_point
 
 
 def _source_dtype(row: Row, args: Mapping[str, Any], out: torch.dtype) -> torch.dtype:

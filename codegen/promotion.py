@@ -38,7 +38,7 @@ def common_dtype(tensors: Iterable[torch.dtype], scalars: Iterable[torch.dtype],
 
     A lower class of operand widens the result only where its category is above that of every class before it.
     """
-    kinds = {"bool": torch.bool, "int": torch.int64, "float": torch.get_default_dtype()}
+    kinds = {"bool": torch.bool, "int": torch.int64, "float": torch.get_default_dtype(), "double": torch.float64}
     classes = (list(tensors), list(scalars), [kinds[kind] for kind in numbers])
     result: torch.dtype | None = None
     for dtypes in classes:

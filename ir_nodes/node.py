@@ -97,7 +97,7 @@ class Target:
 class ScalarInput:
     """A number that is an input of the graph, so that changing it never recompiles; 0-d CPU tensors are such numbers too.
 
-    ``kind``: "float", "int", "bool", "complex".
+    ``kind``: "float", "int", "bool", "complex"; "double": a float that makes integers it meets float64, for it was a tensor.
     """
 
     index: int

@@ -13,7 +13,7 @@ from ir_nodes.layout import Layout
 from ir_nodes.node import Arg, BufferKind, Node, Operand, ScalarInput, Target, Value, Write
 
 _META = torch.device("meta")
-_NUMBERS = {"float": 1.0, "int": 1, "bool": True, "complex": 1j}
+_NUMBERS = {"float": 1.0, "double": torch.empty((), dtype=torch.float64, device="meta"), "int": 1, "bool": True, "complex": 1j}
 
 
 class VerificationError(Exception):

@@ -63,6 +63,8 @@ class ArgReader:
             return self.access(first, written_mode(target, position))
         if kind in _TENSORS:
             return tuple(self.access(operand, written_mode(target, position)) for operand in range(first, first + count))
+        if kind == ArgKind.HOST_SCALAR and value is torch.float64:
+            return ScalarInput(first, "double")
         if kind in (ArgKind.SCALAR, ArgKind.HOST_SCALAR):
             return self.scalar(first)
         if kind in _NUMBERS:

@@ -234,3 +234,20 @@ def test_debug_graph_prints_the_graph_with_source_lines(told: str) -> None:
 def test_without_a_debug_level_nothing_is_printed() -> None:
     done = children.call(a_small_program, engine="triton")
     assert (done.stdout, done.stderr) == ("sum 1.0\n", "")
+
+
+def tensors_of_no_dimension() -> None:
+    """A 0-d CPU tensor promotes by its own dtype, a Python number does not."""
+    tenth = torch.tensor(0.1, dtype=torch.float64)
+
+    def results(device: str) -> list[torch.Tensor]:
+        counts = torch.tensor([16777217, 1]).to(device)
+        return [counts > torch.tensor(16777216.5, dtype=torch.float64), counts * tenth, counts * 0.1, counts.float() * tenth, tenth - counts]
+
+    for expected, got in zip(results("cpu"), results("lazysched")):
+        torch.testing.assert_close(got.cpu(), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("engine", ["aten", "triton"])
+def test_a_cpu_tensor_of_no_dimension_promotes_as_in_eager_mode(engine: str) -> None:
+    children.call(tensors_of_no_dimension, engine=engine)

@@ -43,7 +43,8 @@ py::list instrs(const Trace& t) {
 }
 py::list args(const Trace& t) {
   return to_list(t.args, [](const Arg& a) {
-    return py::make_tuple(static_cast<int>(a.kind), a.first, a.count, torch::jit::toPyObject(a.value));
+    const bool host = a.kind == ArgKind::HostScalar && !a.wrapped;  // a 0-d CPU tensor promotes by its own dtype
+    return py::make_tuple(static_cast<int>(a.kind), a.first, a.count, host ? dtype_of(a.dtype) : torch::jit::toPyObject(a.value));
   });
 }
 py::list operands(const Trace& t) {
