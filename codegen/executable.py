@@ -32,7 +32,6 @@ class Emit:
     use: StepUse
     writes: tuple[int, ...]  # buffers
     add: Callable[[Program], None]
-    nodes: int = 1
 
 
 def emit_call(node: Node) -> Emit:
@@ -81,4 +80,4 @@ def assemble(graph: Graph, program: Program, steps: Sequence[Emit], dead: int, t
             program.free(slot)
     bound = set(plan.inputs)
     outputs = [(b.index, b.index, ready[b.index]) for b in graph.buffers if b.live and b.index in ready and b.index not in bound]
-    program.finish(plan.slots, [(b, b) for b in plan.inputs], outputs, sum(step.nodes for step in steps), dead)
+    program.finish(plan.slots, [(b, b) for b in plan.inputs], outputs, len(steps), dead)

@@ -10,6 +10,7 @@ import torch
 from codegen.kernel import ExternStep, KernelArg, KernelStep, Plan, Pointer, Scalar, Temporary
 from codegen.triton_compile import interpret
 
+Interpreted = Callable[[tuple[int, int, int], Sequence[Any]], None]
 Memory = Mapping[int, torch.Tensor]
 """Storage bytes (uint8[nbytes]) by buffer index."""
 
@@ -26,11 +27,16 @@ def resolve(arg: KernelArg, memory: Memory, scratch: MutableMapping[int, torch.T
     return arg.value
 
 
+def launch(step: KernelStep, kernel: Interpreted, memory: Memory, scratch: MutableMapping[int, torch.Tensor],
+           scalars: Sequence[Any]) -> None:
+    """Run ``step``, whose kernel has been loaded as ``kernel``."""
+    kernel(step.grid, [resolve(arg, memory, scratch, scalars) for arg in step.args])
+
+
 def run_kernel(step: KernelStep, memory: Memory, scratch: MutableMapping[int, torch.Tensor], scalars: Sequence[Any],
                cache_dir: Path) -> None:
-    """Run one launch. Raises KernelCompileError."""
-    args = [resolve(arg, memory, scratch, scalars) for arg in step.args]
-    interpret(step.kernel, cache_dir)(step.grid, args)
+    """Load and run one launch. Raises KernelCompileError."""
+    launch(step, interpret(step.kernel, cache_dir), memory, scratch, scalars)
 
 
 def run_plan_interpreted(plan: Plan, memory: Memory, scalars: Sequence[Any], cache_dir: Path,

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, Callable, Sequence
+from typing import Any, Sequence
 
 import torch
 
 from codegen.engine import Context, EngineError
 from codegen.executable import Emit, Program, emit_call
 from codegen.fuse import plan
-from codegen.interpreted import resolve
+from codegen.interpreted import Interpreted, launch
 from codegen.kernel import Kernel, KernelArg, KernelStep, Pointer, Scalar, Size, Temporary
 from codegen.memory_plan import StepUse
 from codegen.triton_compile import Compiled, KernelCompileError, compile_kernel, interpret, write_source
 from codegen.tuning import HOPPER, INTERPRETER
 from ir_nodes import Graph
 
-Interpreted = Callable[[tuple[int, int, int], Sequence[Any]], None]
 _compiled: dict[tuple[Kernel, int], Compiled] = {}
 _interpreted: dict[Kernel, Interpreted] = {}
 _lock = threading.Lock()
@@ -112,11 +111,11 @@ def launch_arg(arg: KernelArg, scratch: dict[int, int]) -> tuple[str, int, int]:
     raise AssertionError(f"unknown kernel argument {arg}")
 
 
-def emit_interpreted(step: KernelStep, run_kernel: Interpreted, base: int) -> Emit:
+def emit_interpreted(step: KernelStep, kernel: Interpreted, base: int) -> Emit:
     def run(slots: list[Any], scalars: list[Any]) -> None:
         memory = {index: slot for index, slot in enumerate(slots[:base]) if slot is not None}
         scratch = {index: slot for index, slot in enumerate(slots[base:]) if slot is not None}
         with _lock:  # the interpreter changes triton.language while it runs
-            run_kernel(step.grid, [resolve(arg, memory, scratch, scalars) for arg in step.args])
+            launch(step, kernel, memory, scratch, scalars)
 
     return Emit(use_of(step), written(step), lambda program: program.python(run, step.nodes[0].instr))

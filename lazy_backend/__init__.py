@@ -15,19 +15,9 @@ for _name in ("ir_nodes", "barriers", "codegen"):
         )
 
 from lazy_backend import debug, flush
-from lazy_backend.api import (
-    barriers as barriers_fired,
-)
-from lazy_backend.api import (
-    mark_step,
-    stats,
-    sync,
-    wait_device_ops,
-)
+from lazy_backend.api import barriers, mark_step, stats, sync, wait_device_ops
 from lazy_backend.device import register
 from lazy_backend.report import metrics_report
-
-barriers = barriers_fired  # the user's function hides the package of the same name
 
 register()
 

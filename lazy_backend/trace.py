@@ -84,8 +84,8 @@ def forward_frames(instrs: list[tuple[Any, ...]]) -> dict[int, Frame]:
     frames: dict[int, Frame] = {}
     for *_, place, sequence, backward in instrs:
         frame = parse_frame(place)
-        if backward < 0 and frame is not None:
-            frames[sequence - 1] = Frame(frame.file, frame.line, f"{frame.function} (its backward)")
+        if backward < 0 < sequence and frame is not None:  # the first op that follows a node's making is that node's own
+            frames.setdefault(sequence - 1, Frame(frame.file, frame.line, f"{frame.function} (its backward)"))
     return frames
 
 

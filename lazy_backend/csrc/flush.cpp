@@ -78,9 +78,10 @@ void Recorder::settle(std::unique_ptr<Trace> trace, const std::string* error) {
 
 // Where the user's Python recorded an op; for one that backward recorded, where its forward was.
 static Site site_of(const Trace& trace, const Instr& instr) {
+  if (instr.site.code || instr.backward < 0) return instr.site;
   for (const auto& forward : trace.instrs)
-    if (!instr.site.code && forward.site.code && forward.sequence - 1 == instr.backward) return forward.site;
-  return instr.site;
+    if (forward.site.code && forward.backward < 0 && forward.sequence - 1 == instr.backward) return forward.site;
+  return {};
 }
 
 void Recorder::flush_locked(const char* kind, const std::string& reason, Site site) {
