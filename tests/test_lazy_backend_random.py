@@ -45,6 +45,7 @@ def check(program: list[programs.Step]) -> None:
 @settings(max_examples=150, deadline=None)
 @given(programs.steps(barriers=True))
 @example([("in_place", 0, 4, 3), ("view", 0, 0, 0), ("barrier", 0, 0, 0), ("in_place", 5, 0, 1), ("barrier", 6, 0, 0)])
+@example([("view", 0, 1, 0), ("unary", 53, 0, 134)])  # abs of a transpose keeps its strides
 def test_random_programs_with_random_barriers(program: list[programs.Step]) -> None:
     check(program)
 

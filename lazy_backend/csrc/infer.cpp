@@ -1,6 +1,7 @@
 // Infers shapes: runs an op on Meta once per (op, layouts, constants), and checks there what eager would check.
 #include "core.h"
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/Exceptions.h>
@@ -75,6 +76,15 @@ struct NoTorchFunction {
   const at::impl::TorchFunctionDisabledState before = TLS::get_disabled_state();
 };
 
+// Meta kernels in Python resize an output to contiguous strides; a pointwise op gives it those of its first operand.
+at::Tensor restrided(const OpInfo& op, const Stack& given, at::Tensor out) {
+  if (!op.handle.hasTag(at::Tag::pointwise)) return out;
+  for (size_t i = 0; i < op.args.size(); i++)
+    if (!op.args[i].writes && is_tensor(given[i]) && given[i].toTensor().sizes() == out.sizes())
+      return at::empty_like(given[i].toTensor());
+  return out;
+}
+
 InferencePtr infer(const OpInfo& op, const IValue* args) {
   PlainDispatch plain;
   NoTorchFunction python_is_off;
@@ -90,7 +100,7 @@ InferencePtr infer(const OpInfo& op, const IValue* args) {
   if (op.checks_dtypes) check_dtypes(op, args);
   for (size_t i = 0; i < op.args.size(); i++)
     if (op.args[i].writes && is_tensor(given[i]) && args[i].toTensor().sizes() != given[i].toTensor().sizes())
-      result->resized.emplace_back(i, given[i].toTensor());
+      result->resized.emplace_back(i, restrided(op, given, given[i].toTensor()));
   return result;
 }
 
