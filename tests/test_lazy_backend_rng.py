@@ -29,6 +29,7 @@ DRAWS: dict[str, Callable[[str], torch.Tensor]] = {
     "normal of tensors": lambda d: torch.normal(torch.arange(4.0, device=d), torch.ones(4, device=d)),
     "multinomial": lambda d: torch.multinomial(torch.tensor([0.1, 0.5, 0.4], device=d), 5, replacement=True),
     "poisson": lambda d: torch.poisson(torch.full((4,), 3.0, device=d)),
+    "binomial": lambda d: torch.binomial(torch.full((6,), 9.0, device=d), torch.full((6,), 0.4, device=d)),
     "dropout": lambda d: nn.functional.dropout(torch.ones(10, device=d), 0.3),
     "rrelu": lambda d: nn.functional.rrelu(-torch.ones(6, device=d), training=True),
     "attention dropout": lambda d: nn.functional.scaled_dot_product_attention(

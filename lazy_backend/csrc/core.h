@@ -231,6 +231,13 @@ struct PlainDispatch {
   c10::impl::ForceDispatchKeyGuard keys;
   c10::OptionalDeviceGuard device;
 };
+// Ops that draw without being given a generator use the physical device's default one: lends it our state for the call.
+struct LentState {
+  LentState(at::Generator ours, DeviceIndex device);
+  ~LentState();
+  at::Generator ours, theirs;
+  at::Tensor saved;
+};
 // Gives the GIL up while waiting for a lock or running kernels.
 struct GilRelease {
   GilRelease();

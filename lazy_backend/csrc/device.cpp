@@ -197,6 +197,15 @@ PlainDispatch::PlainDispatch(DeviceIndex i)
   if (cuda_ && i >= 0) device.reset_device(physical_device(i));
 }
 
+LentState::LentState(at::Generator g, DeviceIndex i)
+    : ours(std::move(g)), theirs(at::globalContext().defaultGenerator(physical_device(i))), saved(theirs.get_state()) {
+  theirs.set_state(ours.get_state());
+}
+LentState::~LentState() {
+  ours.set_state(theirs.get_state());
+  theirs.set_state(saved);
+}
+
 Buffer* generator_buffer(const at::Generator& g) { return static_cast<Generator*>(g.unsafeGetGeneratorImpl())->buffer.get(); }
 Buffer* default_generator_buffer(DeviceIndex i) { return generator_buffer(default_generator(i)); }
 

@@ -1,6 +1,5 @@
 // Runs a program: ATen calls through the dispatcher, Triton kernels through the driver. Runs at every barrier.
 #include "program.h"
-#include <ATen/Context.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -30,20 +29,6 @@ std::string driver_error(int code) {
   driver<ErrorFn>("cuGetErrorString")(code, &text);
   return text ? text : std::to_string(code);
 }
-
-// Ops that draw without a generator argument use the physical device's default one: lend it our state for the call.
-struct LentState {
-  LentState(at::Generator g, c10::Device device) : ours(std::move(g)), theirs(at::globalContext().defaultGenerator(device)) {
-    saved = theirs.get_state();
-    theirs.set_state(ours.get_state());
-  }
-  ~LentState() {
-    ours.set_state(theirs.get_state());
-    theirs.set_state(saved);
-  }
-  at::Generator ours, theirs;
-  at::Tensor saved;
-};
 
 // An out= call may resize its output on the way to the shape it had; what a user did wrong was said when recording.
 struct QuietResize final : c10::WarningHandler {
@@ -127,7 +112,7 @@ struct Runner {
     {
       std::optional<LentState> lent;
       const bool lend = in.generator >= 0 && !in.op->generator_arg;
-      if (lend) lent.emplace(trace.buffers[in.generator]->generator, physical_device(device));
+      if (lend) lent.emplace(trace.buffers[in.generator]->generator, device);
       // An op with several outputs hands back references to its arguments after it has dropped them from the stack.
       const Stack held = in.op->return_alias.size() > 1 ? stack : Stack();
       in.op->handle.callBoxed(&stack);

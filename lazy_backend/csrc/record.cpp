@@ -391,16 +391,21 @@ void Recorder::run_now(const OpInfo& op, Stack* stack, const char* kind, const s
   count(op.name);
   Stack physical;
   std::vector<std::pair<at::Tensor, at::Tensor>> pairs;  // (lazy, physical)
+  bool lend = op.random;
   for (const auto& v : args) {
     if (v.isDevice() && v.toDevice().type() == kLazy) physical.emplace_back(physical_device(index));
-    else if (v.isGenerator()) physical.emplace_back(generator_buffer(v.toGenerator())->generator);
-    else physical.push_back(map_tensors(v, [&](const at::Tensor& t) {
+    else if (v.isGenerator()) {
+      physical.emplace_back(generator_buffer(v.toGenerator())->generator);
+      lend = false;
+    } else physical.push_back(map_tensors(v, [&](const at::Tensor& t) {
       return is_lazy(t) ? pairs.emplace_back(t, materialise(t, kind, reason)).second : t;
     }));
   }
   {
     GilRelease nogil;
     PlainDispatch plain(index);
+    std::optional<LentState> lent;
+    if (lend) lent.emplace(default_generator_buffer(index)->generator, index);
     op.handle.callBoxed(&physical);
   }
   size_t next = 0;
