@@ -1,7 +1,9 @@
-# `make demo` trains a small GPT on the device `lazysched`, `make test` runs the tests; each first sets up what it needs.
+# `make demo` trains a small GPT on the device `lazysched`, `make test` runs the tests, `make conformance` runs all of PyTorch's
+# own tests on the device (hours of one core) and writes docs/conformance.md; each first sets up what it needs.
 #
 #   make demo DEMO_ARGS="--device cpu"   the same training without lazysched; DEMO_ARGS go to examples/train_gpt.py
 #   make test TEST_ARGS="-k settings"    TEST_ARGS go to pytest
+#   make conformance CONFORMANCE_ARGS="--processes 8"
 #   PYTHON=python3.12                    the interpreter, 3.10 or newer
 #   VENV=folder                          the environment; VENV=none: PYTHON's own packages, nothing is installed
 #   TORCH=torch==2.12.0                  another torch
@@ -13,6 +15,7 @@ TORCH ?= $(if $(GPU),torch>=2.11,torch==2.13.0)
 TORCH_INDEX ?= $(if $(GPU),,$(call reachable,https://download.pytorch.org/whl/cpu))
 DEMO_ARGS ?=
 TEST_ARGS ?=
+CONFORMANCE_ARGS ?=
 
 # Recursive on purpose: asked only where something is installed.
 GPU = $(shell command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep GPU)
@@ -27,13 +30,16 @@ RUN = $(VENV)/bin/python
 STAMP = $(VENV)/.lazysched
 endif
 
-.PHONY: demo test setup clean
+.PHONY: demo test conformance setup clean
 
 demo: $(STAMP)
 	$(RUN) examples/train_gpt.py $(DEMO_ARGS)
 
 test: $(STAMP)
 	$(RUN) -m pytest $(TEST_ARGS)
+
+conformance: $(STAMP)
+	$(RUN) -m tests.conformance $(CONFORMANCE_ARGS)
 
 setup: $(STAMP)
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 # The tensors of the tests are tiny: on a busy machine, threads that wait for each other cost a hundred times more.
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--conformance", choices=("everyday", "all"), default="everyday",
+                     help="how much of tests/conformance runs: a fixed part, or all of it (see `python -m tests.conformance`)")

@@ -1,0 +1,83 @@
+"""Runs all conformance tests in parallel and writes docs/conformance.md: `python -m tests.conformance` (see --help).
+
+A process that crashes costs the test that it ran, no more. Ends with status 1 where a test failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from tqdm import tqdm
+
+from lazy_backend import core
+from tests.conformance import shards, table
+
+FOLDER = Path(__file__).parent
+
+
+class Names:
+    """A pytest plugin that notes which tests there are."""
+
+    def __init__(self) -> None:
+        self.tests: list[str] = []
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.tests = [item.nodeid for item in session.items]
+
+
+def collect(arguments: list[str]) -> list[str]:
+    names = Names()
+    code = pytest.main(["--collect-only", "-p", "no:cacheprovider", "-p", "no:terminal", *arguments, str(FOLDER)],
+                       [names])
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        sys.exit("the tests cannot be collected; `python -m pytest --collect-only tests/conformance` says why")
+    return names.tests
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.conformance", description="Runs PyTorch's own tests on lazysched.")
+    parser.add_argument("--part", choices=("all", "everyday"), default="all", help="everyday: what pytest runs too")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="default: one a core")
+    parser.add_argument("--patience", type=float, default=900, help="seconds after which a silent process is ended")
+    parser.add_argument("--table", type=Path, default=shards.ROOT / "docs" / "conformance.md", help="where the table goes")
+    parser.add_argument("--log", type=Path, help="a file for every result, as JSON lines")
+    parser.add_argument("-k", dest="keyword", default="", help="only tests whose names match, as in pytest; writes no table")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    options = parse()
+    arguments = ["--conformance", options.part, *(["-k", options.keyword] if options.keyword else [])]
+    tests = collect(arguments)
+    start = time.monotonic()
+    with tqdm(total=len(tests), unit=" tests", smoothing=0.05) as bar:
+        failed = 0
+
+        def tell(result: shards.Result) -> None:
+            nonlocal failed
+            bar.update()
+            if result.outcome in ("failed", "crashed"):
+                failed += 1
+                bar.set_postfix_str(f"{failed} failed")
+                bar.write(f"{result.outcome} {result.test}: {table.first_line(result.reason)}")
+
+        results = shards.run(tests, options.processes, options.patience, arguments, tell)
+    if options.log:
+        options.log.write_text("".join(json.dumps(asdict(result)) + "\n" for result in results))
+    device = "cuda" if core.physical_is_cuda() else "cpu"
+    if options.part == "all" and not options.keyword:
+        options.table.parent.mkdir(exist_ok=True)
+        options.table.write_text(table.page(results, device, options.processes, time.monotonic() - start))
+        print(f"written: {options.table}")
+    return int(any(result.outcome in ("failed", "crashed") for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

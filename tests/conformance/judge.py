@@ -1,0 +1,134 @@
+"""Makes one call on the device and the same call in eager mode on the physical device, and compares all that a user can see.
+
+Imports torch, `lazy_backend`, `mirror`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.testing._internal.common_utils import TestCase
+from torch.utils import _pytree as pytree
+
+from lazy_backend import core
+from tests.conformance.mirror import Mirror, tensors
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64)
+PHYSICAL = "cuda" if core.physical_is_cuda() else "cpu"
+SEED = 1234
+
+
+def as_physical(infos: list[Any]) -> list[Any]:
+    """OpInfo entries, told that our device takes the dtypes that its physical device takes."""
+    for info in infos:
+        info.dtypesIf["lazysched"] = info.dtypesIf["privateuse1"] = info.supported_dtypes(PHYSICAL)
+    return infos
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a call gave: a result, or an error; and the warnings that it raised."""
+
+    result: Any = None
+    error: Exception | None = None
+    warned: tuple[str, ...] = ()
+
+
+def attempt(call: Callable[[], Any]) -> Outcome:
+    """``call()`` under the test's seed, up to the end of its work on the device."""
+    torch.manual_seed(SEED)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            result = call()
+            torch.accelerator.synchronize()
+        except Exception as error:  # noqa: BLE001  whatever it is, eager mode has to say the same
+            return Outcome(error=error)
+    resized = [str(w.message) for w in caught if "was resized since it had shape" in str(w.message)]
+    return Outcome(result=result, warned=tuple(text.partition(" (Triggered")[0] for text in resized))
+
+
+class Judge(TestCase):
+    """Base of the judges. ``device`` is the lazy one; what runs on `PHYSICAL` is the truth."""
+
+    def same_outcome(self, ours: Outcome, theirs: Outcome, what: str) -> bool:
+        """The same kind of error, or none in both (then True)."""
+        if theirs.error is not None:
+            if ours.error is None:
+                raise AssertionError(f"{what}: eager mode raises {theirs.error!r}, the device nothing")
+            if not isinstance(ours.error, type(theirs.error)) or "INTERNAL ASSERT" in str(ours.error):
+                raise AssertionError(f"{what}: eager mode raises {theirs.error!r}") from ours.error
+            return False
+        if ours.error is not None:
+            raise AssertionError(f"{what}: {ours.error!r}") from ours.error
+        self.same(ours.warned, theirs.warned, f"{what}: warnings")
+        return True
+
+    def same_value(self, ours: Any, theirs: Any, what: str, values: bool = True) -> None:
+        """Equal values and layouts, leaf by leaf."""
+        mine, spec = pytree.tree_flatten(ours)
+        yours, their_spec = pytree.tree_flatten(theirs)
+        self.same(str(spec), str(their_spec), f"{what}: structure")
+        for index, (a, b) in enumerate(zip(mine, yours)):
+            place = f"{what}: output {index}"
+            if isinstance(b, torch.Tensor):
+                self.same_layout(a, b, place)
+            if values and not (isinstance(b, torch.Tensor) and b.layout is not torch.strided):
+                self.assertEqual(a, b, msg=lambda text, place=place: f"{place}\n{text}", exact_device=False)
+            elif values:
+                self.assertEqual(a.to_dense(), b.to_dense(), msg=lambda text, place=place: f"{place}\n{text}", exact_device=False)
+
+    def same_layout(self, ours: torch.Tensor, theirs: torch.Tensor, what: str) -> None:
+        self.same(type(ours), type(theirs), f"{what}: class")
+        for name, look in LOOKS.items():
+            if look is not dense_strides or theirs.layout is torch.strided:
+                self.same(look(ours), look(theirs), f"{what}: {name}")
+
+    def same_sharing(self, ours: Any, our_inputs: Any, theirs: Any, their_inputs: Any, what: str) -> None:
+        """The same outputs share memory with the same inputs and with each other."""
+        self.same(sharing(ours, our_inputs), sharing(theirs, their_inputs), f"{what}: shared memory")
+
+    def same(self, ours: Any, theirs: Any, what: str) -> None:
+        if ours != theirs:
+            raise AssertionError(f"{what}: the device gives {ours}, eager mode {theirs}")
+
+
+def dense_strides(tensor: torch.Tensor) -> list[int]:
+    """Strides that mean something: of dimensions with several places, in a tensor that has any."""
+    return [stride for size, stride in zip(tensor.shape, tensor.stride()) if size > 1] if tensor.numel() else []
+
+
+LOOKS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "dtype": lambda t: t.dtype,
+    "shape": lambda t: t.shape,
+    "layout": lambda t: t.layout,
+    "on the device": lambda t: t.device.type if t.device.type == "cpu" and PHYSICAL != "cpu" else "",
+    "strides": dense_strides,
+    "requires_grad": lambda t: t.requires_grad,
+    "is a view": lambda t: t._is_view(),
+    "conj bit": lambda t: t.is_conj(),
+    "neg bit": lambda t: t.is_neg(),
+}
+
+
+def storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+
+
+def sharing(outputs: Any, inputs: Any) -> list[tuple[int, bool]]:
+    """For each output the first input or output with the same memory, and whether it is that very tensor."""
+    found, seen = [], tensors(inputs)
+    for out in tensors(outputs):
+        match = next((i for i, other in enumerate(seen) if storage(other) == storage(out) != 0), -1)
+        found.append((match, match >= 0 and any(other is out for other in seen)))
+        seen.append(out)
+    return found
+
+
+def pair(device: str, values: Any) -> tuple[Any, Any]:
+    """Two copies of ``values`` (on ``device``): one for the device, one for eager mode."""
+    return Mirror(device, device).all(values), Mirror(device, PHYSICAL).all(values)
