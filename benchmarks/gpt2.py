@@ -43,7 +43,8 @@ def kernels(trainer: Trainer) -> dict[str, list[float]]:
     counts, times = Counter[str](), Counter[str]()
     for event in profile.events():
         # Where a PrivateUse1 device is registered, the profiler files the GPU's kernels under it.
-        if event.device_type in (torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.PrivateUse1):
+        on_gpu = event.device_type in (torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.PrivateUse1)
+        if on_gpu and not event.is_user_annotation:  # such as the range of a whole optimizer step
             counts[kind(event.name)] += 1
             times[kind(event.name)] += event.time_range.elapsed_us()
     return {row: [counts[row], times[row]] for row in counts}
@@ -139,7 +140,8 @@ def main() -> None:
     summary = summarise(in_rounds("benchmarks.gpt2", contestants, options.rounds, arguments))
     show(summary)
     if on_gpu:  # a dry run says nothing worth keeping
-        save("gpt2", {"options": {name: getattr(options, name) for name in [*passed, "fused"]}, "contestants": summary})
+        kept = {name: getattr(options, name) for name in [*passed, "fused"]}
+        save(f"gpt2-vocabulary{options.vocabulary}", {"options": kept, "contestants": summary})
 
 
 if __name__ == "__main__":

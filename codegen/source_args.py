@@ -65,7 +65,7 @@ class ArgumentList:
     def divisible(self) -> tuple[str, ...]:
         """Names of pointers and integers that are multiples of 16."""
         out = []
-        for name, kind, argument in self.entries:
+        for name, _, argument in self.entries:
             if isinstance(argument, Pointer) and argument.byte_offset % 16 == 0:
                 out.append(name)
             elif isinstance(argument, Size) and argument.value % 16 == 0:

@@ -99,9 +99,11 @@ def interpret(kernel: Kernel, function: Callable[..., None]) -> Callable[[tuple[
             raise ValueError(f"{kernel.name} takes {len(kinds)} arguments, got {len(args)}")
         semantic = interpreter.interpreter_semantic
         original = semantic.builder
+        interpreter.interpreter_builder = _builder  # what older releases bind in the patches
         scope = interpreter._patch_lang(function)
         interpreter._patch_builtin(libdevice, _builder, scope)
         scope.set_attr(tl, "reduce", _reduce)
+        scope.set_attr(tl.tensor, "__index__", lambda scalar: int(scalar.handle.data.item()))  # older releases need 0-d
         semantic.builder = _builder
         try:
             values = [_argument(arg, kind) for arg, kind in zip(args, kinds)]
@@ -111,7 +113,7 @@ def interpret(kernel: Kernel, function: Callable[..., None]) -> Callable[[tuple[
                     _builder.set_grid_idx(x, 0, 0)
                     function(*values, **blocks)
         finally:
-            semantic.builder = original
+            semantic.builder = interpreter.interpreter_builder = original
             scope.restore()
 
     return run

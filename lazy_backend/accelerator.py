@@ -38,7 +38,8 @@ def keep_cuda() -> None:
     torch_cpu = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     if library.lazysched_keep_cuda(str(torch_cpu).encode()) != 1:
         raise AcceleratorError(
-            f"lazysched does not know this build of torch {torch.__version__}: backward over CUDA tensors fails beside it ({ISSUE})"
+            f"lazysched does not know this build of torch {torch.__version__}: "
+            f"backward over CUDA tensors fails beside it ({ISSUE})"
         )
 
 

@@ -48,7 +48,8 @@ def plan_steps(graph: Graph, engine: str, device: int) -> tuple[list[Emit], list
             raise
         cause = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
         warnings.warn(
-            f"lazysched: the {engine} engine gives up on a graph of {len(graph.nodes)} nodes, which the aten engine runs instead: {cause}",
+            f"lazysched: the {engine} engine gives up on a graph of {len(graph.nodes)} nodes, "
+            f"which the aten engine runs instead: {cause}",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -46,7 +46,8 @@ def package(folder: Path, name: str, source: str = "") -> Path:
 
 def test_torch_alone_knows_the_device(installed: list[str]) -> None:
     torch.ones(1, device=DEVICE)  # builds the native core here, so that the child only loads it
-    program = "import torch; x = torch.ones(2, device='lazysched'); print((x + 1).tolist(), x.device, torch.lazysched.device_count() > 0)"
+    program = ("import torch; x = torch.ones(2, device='lazysched'); "
+               "print((x + 1).tolist(), x.device, torch.lazysched.device_count() > 0)")
     done = children.run(program, paths=installed)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[2.0, 2.0] lazysched:0 True\n" and done.stderr == ""

@@ -227,7 +227,8 @@ def test_debug_barriers_prints_kind_reason_and_frame(told: str) -> None:
 
 
 def test_debug_graph_prints_the_graph_with_source_lines(told: str) -> None:
-    for words in ("aten::tanh", "aten::_softmax", "float32[12]", f"{Path(__file__).name}:{fusible.__code__.co_firstlineno + 2} in fusible"):
+    line = f"{Path(__file__).name}:{fusible.__code__.co_firstlineno + 2} in fusible"
+    for words in ("aten::tanh", "aten::_softmax", "float32[12]", line):
         assert words in told
 
 
@@ -242,7 +243,8 @@ def tensors_of_no_dimension() -> None:
 
     def results(device: str) -> list[torch.Tensor]:
         counts = torch.tensor([16777217, 1]).to(device)
-        return [counts > torch.tensor(16777216.5, dtype=torch.float64), counts * tenth, counts * 0.1, counts.float() * tenth, tenth - counts]
+        more = counts > torch.tensor(16777216.5, dtype=torch.float64)
+        return [more, counts * tenth, counts * 0.1, counts.float() * tenth, tenth - counts]
 
     for expected, got in zip(results("cpu"), results("lazysched")):
         torch.testing.assert_close(got.cpu(), expected, rtol=0, atol=0)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import lazy_backend
+from tests.device import DEVICE, needs_host_errors
 
-DEVICE = "lazysched"
 F = nn.functional
 
 
@@ -156,6 +156,7 @@ def embedding_out_of_range() -> tuple[torch.Tensor, int]:
     return F.embedding(places, table), sys._getframe().f_lineno
 
 
+@needs_host_errors
 def test_an_op_that_fails_when_it_runs_names_the_line_that_recorded_it() -> None:
     with pytest.raises(IndexError) as wanted:
         F.embedding(torch.tensor([0, 9]), torch.ones(4, 2))
@@ -168,6 +169,7 @@ def test_an_op_that_fails_when_it_runs_names_the_line_that_recorded_it() -> None
     assert "aten::" in message
 
 
+@needs_host_errors
 def test_a_failure_in_backward_names_the_forward_line() -> None:
     x = torch.ones(3, 3, device=DEVICE, requires_grad=True)
     places = torch.tensor([0, 7]).to(DEVICE)
@@ -178,6 +180,7 @@ def test_a_failure_in_backward_names_the_forward_line() -> None:
         picked.tolist()
 
 
+@needs_host_errors
 def test_after_a_failure_old_tensors_are_intact_and_new_ones_work() -> None:
     x = torch.arange(3.0).to(DEVICE)
     kept = x * 2

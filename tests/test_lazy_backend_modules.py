@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import lazy_backend  # noqa: F401 - registers the device
-from tests.device import DEVICE, arange
+from tests.device import CLOSE, DEVICE, arange
 
 
 class Tied(nn.Module):
@@ -55,9 +55,9 @@ def test_tied_embeddings_train_as_on_the_cpu(optimizer_first: bool) -> None:
         optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     assert model.head.weight is model.embedding.weight and len(list(model.parameters())) == 3
     got = _train(model, optimizer, DEVICE)
-    assert got == pytest.approx(wanted, rel=1e-6)
+    assert got == pytest.approx(wanted, rel=CLOSE)
     assert wanted[-1] < 0.8 * wanted[0], "it learns"
-    torch.testing.assert_close(model.head.weight.detach().cpu(), truth.head.weight.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(model.head.weight.detach().cpu(), truth.head.weight.detach(), rtol=CLOSE, atol=CLOSE)
 
 
 def test_parameters_keep_their_identity_and_their_weak_references() -> None:
@@ -85,7 +85,7 @@ def test_a_module_goes_there_and_back_with_its_gradients_and_optimizer() -> None
     model.to("cpu")
     assert model.head.weight is model.embedding.weight and model.head.weight.device.type == "cpu"
     got += _train(model, optimizer, "cpu", steps=2)
-    assert got == pytest.approx(wanted, rel=1e-6)
+    assert got == pytest.approx(wanted, rel=CLOSE)
 
 
 def test_a_second_to_changes_nothing() -> None:
