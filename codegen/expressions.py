@@ -9,6 +9,7 @@ Semantics follow ATen's CUDA kernels: NaN propagates through min, max, clamp and
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Callable, Mapping
 
 import torch
@@ -115,21 +116,22 @@ def _remainder(case: Case) -> str:
     return f"tl.where(({rest} != 0) & (({rest} < 0) != ({{other}} < 0)), {rest} + {{other}}, {rest})"
 
 
-_POWERS = {
-    0.5: "@sqrt({self})",
-    1.0: "{self}",
-    2.0: "{self} * {self}",
-    3.0: "{self} * {self} * {self}",
-    -0.5: "tl.rsqrt({self})",
-    -1.0: "@div(1.0, {self})",
-    -2.0: "@div(1.0, {self} * {self})",
-}
+def _inverse(case: Case, text: str) -> str:
+    # Triton's division functions take a literal for a float32: beside a double it does not fit.
+    return f"1.0 / ({text})" if case.dtype is torch.float64 else f"@div(1.0, {text})"
+
+
+_ROOTS = {0.5: "@sqrt({self})", -0.5: "tl.rsqrt({self})"}
 
 
 def _pow(case: Case) -> str:
     exponent = case.constants.get("exponent")
-    if isinstance(exponent, (int, float)) and float(exponent) in _POWERS and (case.is_float or exponent in (1, 2, 3)):
-        return _POWERS[float(exponent)]
+    if exponent in (1, 2, 3):
+        return " * ".join(["{self}"] * int(exponent))
+    if case.is_float and exponent in _ROOTS:
+        return _ROOTS[exponent]
+    if case.is_float and exponent in (-1, -2):
+        return _inverse(case, " * ".join(["{self}"] * -int(exponent)))
     if not case.is_float:
         raise Unsupported(f"integer power with exponent {exponent}")
     return "@pow({self}, {exponent})"
@@ -196,7 +198,12 @@ def _elu_backward(case: Case) -> str:
     return f"tl.where({left} <= 0, {{grad_output}} * {{input_scale}} * {slope}, {{grad_output}} * {{scale}})"
 
 
-_SIGMOID = "@div(1.0, 1.0 + @exp(-{self}))"
+def _silu_backward(case: Case) -> str:
+    sigmoid = f"({_SIGMOID(case)})"
+    return f"{{grad_output}} * {sigmoid} * (1.0 + {{self}} * (1.0 - {sigmoid}))"
+
+
+_SIGMOID = partial(_inverse, text="1.0 + @exp(-{self})")
 _SAME = choose("{self}", "{self}", "{self}")
 
 
@@ -221,7 +228,7 @@ ROWS: dict[str, Row] = {
     "neg": Row(choose("-{self}", "-{self}")),
     "abs": Row(choose("tl.abs({self})", "tl.abs({self})", "{self}")),
     "sign": Row(_sign),
-    "reciprocal": Row("@div(1.0, {self})", "float"),
+    "reciprocal": Row(partial(_inverse, text="{self}"), "float"),
     "sqrt": Row("@sqrt({self})", "float"),
     "rsqrt": Row("tl.rsqrt({self})", "float"),
     **{name: _math(name) for name in "exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh "
@@ -247,7 +254,7 @@ ROWS: dict[str, Row] = {
     "threshold_backward": Row("tl.where({self} <= {threshold}, {grad_output} * 0, {grad_output})"),
     "tanh_backward": Row("{grad_output} * (1.0 - {output} * {output})"),
     "sigmoid_backward": Row("{grad_output} * ((1.0 - {output}) * {output})"),
-    "silu_backward": Row(f"{{grad_output}} * {_SIGMOID} * (1.0 + {{self}} * (1.0 - {_SIGMOID}))"),
+    "silu_backward": Row(_silu_backward),
     "gelu_backward": Row(_gelu_backward),
     "leaky_relu_backward": Row("tl.where({self} > 0, {grad_output}, {grad_output} * {negative_slope})"),
     "elu_backward": Row(_elu_backward),

@@ -14,7 +14,7 @@ from codegen.fuse import lower_all
 from codegen.pointwise import base_name
 
 aten = torch.ops.aten
-FLOATS = (torch.float32, torch.bfloat16)
+FLOATS = (torch.float32, torch.bfloat16, torch.float64)
 SPECIAL = [float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 2.0, 3.5, -2.5]
 
 

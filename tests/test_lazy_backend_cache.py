@@ -98,7 +98,7 @@ def another_batch_size() -> None:
         return fusible(x * weight).sum(0)
 
     counts = []
-    for rows in (2048, 3072, 4096):
+    for rows in (3072, 4096, 5120):
         x = torch.linspace(-1, 1, rows * 96).reshape(rows, 96)
         mine = x.to(DEVICE)
         lazy_backend.mark_step()

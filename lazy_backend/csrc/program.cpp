@@ -158,7 +158,13 @@ void Program::run(Trace& trace, DeviceIndex device, int32_t& failed) const {
   PlainDispatch plain(device);
   QuietResize quiet(c10::WarningUtils::get_warning_handler());
   c10::WarningUtils::WarningHandlerGuard warnings(&quiet);
-  const auto stream = [&] { return c10::impl::VirtualGuardImpl(c10::kCUDA).getStream(physical_device(device)).native_handle(); };
+  const auto stream = [&] {
+    const c10::impl::VirtualGuardImpl cuda(c10::kCUDA);
+    const auto current = cuda.getStream(physical_device(device));
+    // The driver knows no context in a thread that has not called the CUDA runtime yet: this call makes it known.
+    [[maybe_unused]] static thread_local const bool asked = cuda.queryStream(current);
+    return current.native_handle();
+  };
   Runner runner{trace, device, launches ? stream() : nullptr, std::vector<c10::Storage>(slots)};
   for (auto [buffer, slot] : inputs) {
     auto& b = trace.buffers[buffer];
