@@ -31,7 +31,7 @@ class _Keeping:
         if id(tensor) not in self.kept or not crosses(tensor, moved):
             return moved
         core.get().set_data(tensor, moved)
-        return tensor.detach()
+        return tensor.data  # and not detach(), which an UninitializedParameter refuses
 
 
 def crosses(old: torch.Tensor, new: torch.Tensor) -> bool:

@@ -53,9 +53,11 @@ _NUMBERS = (ArgKind.SCALAR, ArgKind.SCALAR_LIST, ArgKind.FLOAT_LIST)
 # Their int returns are sizes that Meta knows.
 _RETURN_SIZES = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")
 # Beside pointwise ops: those that refuse some dtypes only when they run.
-_CHECKED_BY_RUNNING = frozenset("mm bmm addmm baddbmm addbmm addmv dot _softmax _log_softmax mean".split())
+_CHECKED_BY_RUNNING = frozenset("mm bmm addmm baddbmm addbmm addmv dot _softmax _log_softmax mean nll_loss_forward".split())
 # Their Meta kernels promise other shapes than the real ones give.
 _META_IS_WRONG = ("_embedding_bag",)
+# Their kernels for the CPU give `out` other strides than they found.
+_RESTRIDES = ("replication_pad", "reflection_pad")
 # The shape of their results depends on the data where an index is a mask.
 _MASKED = ("index", "_unsafe_index")
 
@@ -66,6 +68,7 @@ class OpSchema:
 
     ``args``: kind, and whether the op writes it. ``return_alias``: the argument that a return is, -1 for a new tensor.
     ``checks_dtypes``: some dtypes are refused only when it runs. ``masks_matter``: data-dependent only for boolean indices.
+    ``corrected``: its Meta kernel may be wrong about layouts, so the op is tried once on zeros.
     """
 
     args: list[tuple[int, bool]]
@@ -77,6 +80,7 @@ class OpSchema:
     checks_dtypes: bool
     indexing: bool
     masks_matter: bool
+    corrected: bool
 
 
 def read(target: str) -> OpSchema:
@@ -98,7 +102,19 @@ def read(target: str) -> OpSchema:
         not random and (torch.Tag.pointwise in tags or base in _CHECKED_BY_RUNNING),
         ArgKind.OPT_TENSOR_LIST in kinds,
         base in _MASKED,
+        not random and torch.Tag.pointwise not in tags
+        and (base.startswith(_RESTRIDES) or (makes_tensors(schema) and not shares_meta(target))),
     )
+
+
+def makes_tensors(schema: torch._C.FunctionSchema) -> bool:
+    return any(item.alias_info is None for item in schema.returns)
+
+
+def shares_meta(target: str) -> bool:
+    """Has ``target`` a Meta kernel in C++? Then it is the shape function of its other kernels, or made of such."""
+    found = [line for line in torch._C._dispatch_dump(target).splitlines() if line.startswith("Meta:")]
+    return bool(found) and ".cpp" in found[0]
 
 
 def arg_kinds(schema: torch._C.FunctionSchema, base: str) -> list[ArgKind]:

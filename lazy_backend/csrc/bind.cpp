@@ -151,13 +151,14 @@ ProgramPtr compile_trace(Trace& trace, DeviceIndex device) {
 void read_schema(OpInfo& op) {
   py::gil_scoped_acquire gil;
   TORCH_CHECK(schema_reader_, "lazysched: the native core has no schema reader; import lazy_backend, not its parts");
-  using Row = std::tuple<std::vector<std::pair<int, bool>>, std::vector<int>, int, bool, bool, bool, bool, bool, bool>;
-  auto [args, aliases, recordable, random, generator, view, checks, indexing, masks] = (*schema_reader_)(op.name).cast<Row>();
+  using Row = std::tuple<std::vector<std::pair<int, bool>>, std::vector<int>, int, bool, bool, bool, bool, bool, bool, bool>;
+  auto [args, aliases, recordable, random, generator, view, checks, indexing, masks, corrected] =
+      (*schema_reader_)(op.name).cast<Row>();
   for (auto [kind, writes] : args) op.args.push_back({static_cast<ArgKind>(kind), writes});
   op.return_alias = aliases;
   op.recordable = static_cast<Recordable>(recordable);
   op.random = random, op.generator_arg = generator, op.view = view;
-  op.checks_dtypes = checks, op.indexing = indexing, op.masks_matter = masks;
+  op.checks_dtypes = checks, op.indexing = indexing, op.masks_matter = masks, op.corrected = corrected;
 }
 
 }  // namespace lazysched

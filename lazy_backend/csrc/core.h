@@ -101,6 +101,7 @@ struct OpInfo {
   std::vector<int> return_alias;  // argument that a return is (-1: a new tensor)
   Recordable recordable = Recordable::Yes;
   bool random = false, generator_arg = false, view = false, checks_dtypes = false, indexing = false, masks_matter = false;
+  bool corrected = false;
   int handed_back(size_t r) const { return view ? -1 : return_alias[r]; }  // the argument that return `r` is, or -1
 };
 const OpInfo& op_info(const c10::OperatorHandle& op);  // may take the GIL
@@ -143,7 +144,8 @@ struct Inference {
   Stack returns;                                      // what is not an argument handed back is right here
   std::vector<std::pair<size_t, at::Tensor>> resized;  // written arguments that take a new shape
 };
-std::shared_ptr<const Inference> inference(const OpInfo& op, const IValue* args, hash_t call);  // may run Python's Meta kernels
+// May run Python's Meta kernels.
+std::shared_ptr<const Inference> inference(const OpInfo& op, const IValue* args, hash_t call, DeviceIndex device);
 bool boolean_index(const OpInfo& op, const IValue* args);
 
 // Records the ops of one device index and runs them at barriers.

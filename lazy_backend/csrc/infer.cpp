@@ -1,9 +1,9 @@
 // Infers shapes: runs an op on Meta once per (op, layouts, constants), and checks there what eager would check.
 #include "core.h"
+#include <ATen/EmptyTensor.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/zeros.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -40,29 +40,58 @@ Stack meta_args(const OpInfo& op, const IValue* args) {
   return metas;
 }
 
-// Meta does not check every dtype. A run on the physical device with each size cut to 1 raises what eager would raise.
-void check_dtypes(const OpInfo& op, const IValue* args) {
-  Stack tiny;
-  auto shrink = [](const at::Tensor& t) {
+// Runs the op on the physical device, on zeros of the layout that size(tensor) cuts each tensor down to.
+template <class F>
+Stack run_on_zeros(const OpInfo& op, const IValue* args, DeviceIndex device, F&& size, Stack& given) {
+  auto zeros = [&](const at::Tensor& t) {
     if (!is_lazy(t)) return t;
-    std::vector<int64_t> size;
-    for (auto n : t.sizes()) size.push_back(std::min<int64_t>(n, 1));
-    return at::zeros(size, at::TensorOptions().dtype(t.scalar_type()).device(physical_device(t.device().index())));
+    const std::vector<int64_t> sizes = size(t);
+    auto bytes = physical_bytes(at::detail::computeStorageNbytes(sizes, t.strides(), t.element_size()), device);
+    bytes_of(bytes).zero_();
+    return alias_storage(bytes, t.scalar_type(), sizes, t.strides(), 0, t.is_conj(), t.is_neg());
   };
-  for (size_t i = 0; i < op.args.size(); i++) tiny.push_back(map_tensors(args[i], shrink));
-  const Stack held = tiny;  // see Runner::run
-  op.handle.callBoxed(&tiny);
+  for (size_t i = 0; i < op.args.size(); i++)
+    given.push_back(args[i].isDevice() ? IValue(physical_device(device)) : map_tensors(args[i], zeros));
+  Stack stack = given;
+  op.handle.callBoxed(&stack);
+  return stack;
 }
 
-// Calls the op; false where it has no Meta kernel, in C++ or Python.
+// Meta does not check every dtype. A run on the physical device with each size cut to 1 raises what eager would raise.
+void check_dtypes(const OpInfo& op, const IValue* args, DeviceIndex device) {
+  Stack given;
+  auto cut = [](const at::Tensor& t) {
+    auto sizes = t.sizes().vec();
+    for (auto& n : sizes) n = std::min<int64_t>(n, 1);
+    return sizes;
+  };
+  run_on_zeros(op, args, device, cut, given);
+}
+
+// Meta kernels written in Python may promise other layouts than the op gives. What eager mode refuses for zeros, it decides itself.
+void correct(const OpInfo& op, const IValue* args, DeviceIndex device, Stack& given, Inference& known) {
+  Stack after;
+  try {
+    const auto real = run_on_zeros(op, args, device, [](const at::Tensor& t) { return t.sizes().vec(); }, after);
+    for (size_t r = 0; r < real.size(); r++)
+      if (op.return_alias[r] < 0)
+        known.returns[r] = map_tensors(real[r], [](const at::Tensor& t) { return t.defined() ? to_meta(t) : t; });
+    given = after;
+  } catch (const c10::OutOfMemoryError&) {  // the device is full now: Meta's word has to do
+  } catch (const std::exception&) {
+    known.refusal = "it fails for zeros, so that it has to see the values";
+  }
+}
+
+// Calls the op; false where it has no Meta kernel, in C++ or Python, or that refuses the call: then eager mode decides.
 bool call_meta(const OpInfo& op, Stack& stack) {
   try {
     op.handle.callBoxed(&stack);
-  } catch (const c10::NotImplementedError&) {
-    return false;
   } catch (python_error& e) {
     pybind11::gil_scoped_acquire gil;
-    if (!PyErr_GivenExceptionMatches(e.type, PyExc_NotImplementedError)) throw;
+    if (!PyErr_GivenExceptionMatches(e.type, PyExc_Exception)) throw;
+    return false;
+  } catch (const std::exception&) {
     return false;
   }
   return true;
@@ -76,31 +105,35 @@ struct NoTorchFunction {
   const at::impl::TorchFunctionDisabledState before = TLS::get_disabled_state();
 };
 
-// Meta kernels in Python resize an output to contiguous strides; a pointwise op gives it those of its first operand.
-at::Tensor restrided(const OpInfo& op, const Stack& given, at::Tensor out) {
-  if (!op.handle.hasTag(at::Tag::pointwise)) return out;
-  for (size_t i = 0; i < op.args.size(); i++)
-    if (!op.args[i].writes && is_tensor(given[i]) && given[i].toTensor().sizes() == out.sizes())
-      return at::empty_like(given[i].toTensor());
-  return out;
+// The layout that an output takes when resized. Meta kernels in Python say contiguous; pointwise ops give that of their first operand.
+at::Tensor resized(const OpInfo& op, const Stack& given, at::Tensor out) {
+  if (op.handle.hasTag(at::Tag::pointwise))
+    for (size_t i = 0; i < op.args.size(); i++)
+      if (!op.args[i].writes && is_tensor(given[i]) && given[i].toTensor().sizes() == out.sizes())
+        return at::empty_like(given[i].toTensor());
+  return to_meta(out);
 }
 
-InferencePtr infer(const OpInfo& op, const IValue* args) {
-  PlainDispatch plain;
+InferencePtr infer(const OpInfo& op, const IValue* args, DeviceIndex device) {
+  PlainDispatch plain(device);
   NoTorchFunction python_is_off;
   stats[kInfers]++;
   auto result = std::make_shared<Inference>();
   if (op.indexing && boolean_index(op, args)) return result;  // index_put_: Meta refuses masks, but the result is `self` anyhow
-  const Stack given = meta_args(op, args);
+  Stack given = meta_args(op, args);
   result->returns = given;
   if (!call_meta(op, result->returns)) {
-    result->refusal = "its result's shape cannot be inferred without running it (no Meta kernel)";
+    result->refusal = "its result's shape cannot be inferred without running it (no Meta kernel, or one that refuses this call)";
     return result;
   }
-  if (op.checks_dtypes) check_dtypes(op, args);
-  for (size_t i = 0; i < op.args.size(); i++)
-    if (op.args[i].writes && is_tensor(given[i]) && args[i].toTensor().sizes() != given[i].toTensor().sizes())
-      result->resized.emplace_back(i, restrided(op, given, given[i].toTensor()));
+  if (op.checks_dtypes) check_dtypes(op, args, device);
+  if (op.corrected) correct(op, args, device, given, *result);
+  for (size_t i = 0; i < op.args.size(); i++) {
+    if (!op.args[i].writes || !is_tensor(given[i])) continue;
+    const auto &before = args[i].toTensor(), &after = given[i].toTensor();
+    if (before.sizes() != after.sizes()) result->resized.emplace_back(i, resized(op, given, after));
+    else if (before.strides() != after.strides()) result->resized.emplace_back(i, to_meta(after));  // CPU kernels may do that
+  }
   return result;
 }
 
@@ -114,7 +147,7 @@ bool boolean_index(const OpInfo& op, const IValue* args) {
   return found;
 }
 
-std::shared_ptr<const Inference> inference(const OpInfo& op, const IValue* args, hash_t call) {
+std::shared_ptr<const Inference> inference(const OpInfo& op, const IValue* args, hash_t call, DeviceIndex device) {
   static auto* mutex = new std::shared_mutex();
   static auto* table = new std::unordered_map<hash_t, InferencePtr, torch::lazy::HashReducer>();
   {
@@ -122,7 +155,7 @@ std::shared_ptr<const Inference> inference(const OpInfo& op, const IValue* args,
     auto it = table->find(call);
     if (it != table->end()) return it->second;
   }
-  auto known = infer(op, args);
+  auto known = infer(op, args, device);
   std::unique_lock<std::shared_mutex> lock(*mutex);
   if (table->size() > kRemembered) table->clear();
   (*table)[call] = known;

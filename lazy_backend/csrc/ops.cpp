@@ -149,10 +149,20 @@ Backend sdp_choice(const Tensor& q, const Tensor& k, const Tensor& v, Mask mask,
   return static_cast<Backend>(at::_fused_sdp_choice(shadow(q), shadow(k), shadow(v), m, p, causal, scale, gqa));
 }
 
+// at::native asks the tensors' device which flash kernel to call, and knows CUDA's and the CPU's only.
+Tensor flash_on_cuda(const Tensor& q, const Tensor& k, const Tensor& v, double p, bool causal, Scale scale) {
+  const auto n = q.size(-1);
+  auto pad = [&](const Tensor& t) { return n % 8 ? at::constant_pad_nd(t, {0, 8 - n % 8}) : t; };
+  const double factor = scale.value_or(1 / std::sqrt(static_cast<double>(n)));
+  return std::get<0>(at::_scaled_dot_product_flash_attention(pad(q), pad(k), pad(v), p, causal, false, factor)).slice(-1, 0, n);
+}
+
 Tensor sdpa(const Tensor& q, const Tensor& k, const Tensor& v, Mask mask, double p, bool causal, Scale scale, bool gqa) {
-  const bool ours = is_lazy(q) && q.dim() == 4 && k.device() == q.device() && v.device() == q.device();
-  if (physical_type() == c10::kCUDA || !ours || sdp_choice(q, k, v, mask, p, causal, scale, gqa) != Backend::flash_attention)
+  auto like_q = [&](const Tensor& t) { return t.device() == q.device() && t.dtype() == q.dtype() && t.dim() == 4; };
+  if (!is_lazy(q) || !like_q(q) || !like_q(k) || !like_q(v) ||
+      sdp_choice(q, k, v, mask, p, causal, scale, gqa) != Backend::flash_attention)
     return at::native::scaled_dot_product_attention(q, k, v, mask, p, causal, scale, gqa);
+  if (physical_type() == c10::kCUDA) return flash_on_cuda(q, k, v, p, causal, scale);
   auto m = mask;
   if (m && m->defined() && m->scalar_type() == at::kBool)
     m = at::where(*m, at::zeros({}, q.options()), at::scalar_tensor(-std::numeric_limits<double>::infinity(), q.options()));
@@ -161,8 +171,13 @@ Tensor sdpa(const Tensor& q, const Tensor& k, const Tensor& v, Mask mask, double
 
 int64_t sdp_choice_stub(const Tensor& q, const Tensor& k, const Tensor& v, Mask mask, double p, bool causal, Scale scale,
                         bool gqa) {
-  const bool cpu = physical_type() == c10::kCPU;
-  return static_cast<int64_t>(cpu ? Backend::math : sdp_choice(q, k, v, mask, p, causal, scale, gqa));
+  return static_cast<int64_t>(sdp_choice(q, k, v, mask, p, causal, scale, gqa));
+}
+
+// CUDA counts integers too, and libraries choose this op for every device but the CPU.
+Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
+  auto counts = at::empty({0}, self.is_floating_point() ? self.options() : self.options().dtype(at::kDouble));
+  return at::histc_out(counts, self.to(counts.scalar_type()), bins, min, max).to(self.scalar_type());
 }
 
 // The CPU's dropout draws through bernoulli_, CUDA's through one fused op: each gives the numbers its eager form gives.
@@ -193,7 +208,8 @@ std::tuple<Tensor, Tensor> gru_cell(const Tensor& in, const Tensor& hidden, cons
 void keep_whole(torch::Library& m) {
   auto boxed = [&](const std::string& name) { m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&record_boxed>()); };
   for (const char* name :
-       {"native_layer_norm", "native_group_norm", "convolution", "convolution_backward", "binary_cross_entropy_with_logits"})
+       {"native_layer_norm", "native_group_norm", "convolution", "convolution_backward", "binary_cross_entropy_with_logits",
+        "silu_backward", "mish_backward", "native_channel_shuffle", "_convolution"})
     boxed(name);
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
     if (name.name.rfind("aten::_foreach_", 0) != 0) continue;
@@ -220,6 +236,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_", set_nothing);
   m.impl("is_set_to", TORCH_FN(at::native::is_set_to));
   m.impl("record_stream", record_stream);
+  m.impl("histc", histc);
   keep_whole(m);
 }
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {

@@ -276,7 +276,7 @@ void Recorder::on_storage_death(Buffer* b) {
 namespace {
 
 void take_shape(const at::Tensor& t, const at::Tensor& meta) {
-  if (t.numel() != 0)
+  if (t.numel() != 0 && t.sizes() != meta.sizes())
     TORCH_WARN("An output with one or more elements was resized since it had shape ", t.sizes(),
                ", which does not match the required output shape ", meta.sizes(), ". This behavior is deprecated.");
   t.resize_(meta.sizes());
@@ -294,7 +294,7 @@ at::Tensor make_view(const at::Tensor& source, const at::Tensor& meta) {
 void Recorder::record(const OpInfo& op, Stack* stack) {
   const IValue* args = stack->data() + stack->size() - op.args.size();
   const auto call = hash_call(op, args);
-  const auto known = inference(op, args, call);
+  const auto known = inference(op, args, call, index);
   if (!known->refusal.empty()) return run_now(op, stack, "unrecordable", op.name + ": " + known->refusal);
   for (const auto& [arg, meta] : known->resized) take_shape(args[arg].toTensor(), meta);
   c10::SmallVector<at::Tensor, 4> outs;

@@ -1,0 +1,142 @@
+"""Every optimizer of PyTorch's `optim_db`, in each of its flavours, steps and is saved on the device as in eager mode."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import _default_to_fused_or_foreach
+from torch.testing._internal.common_device_type import instantiate_device_type_tests
+from torch.testing._internal.common_optimizers import OptimizerInfo, optim_db, optims
+from torch.testing._internal.common_utils import TestCase
+
+import lazy_backend
+from tests.conformance.eager import DEVICE, EAGER, on_cpu
+
+Kwargs = dict[str, Any]
+STEPS = 4
+# SparseAdam takes sparse gradients only, which the device does not have.
+DENSE = [info for info in optim_db if not info.only_supports_sparse_grads]
+# These change their formula at step 6, which compiles once more.
+CHANGES_FORMULA = ("RAdam",)
+
+
+def flavours(info: OptimizerInfo) -> list[Kwargs]:
+    """The for-loop, foreach, fused and capturable forms of ``info``, each with every set of arguments that PyTorch tests."""
+    inputs = [given.kwargs for given in info.optim_inputs_func("cuda")]  # its list of capturable ones too
+    flags = [flag for flag in ("foreach", "fused") if flag in info.supported_impls]
+    every = [{flag: False for flag in flags}, *({flag: True} for flag in flags)] if flags else [{}]
+    return [{**kwargs, **chosen} for kwargs in inputs for chosen in every if allowed(kwargs, chosen)]
+
+
+def allowed(kwargs: Kwargs, chosen: Kwargs) -> bool:
+    """Refused by PyTorch on every device: numbers as tensors in a foreach form that is not capturable."""
+    numbers = [kwargs.get("lr"), *kwargs.get("betas", ())]
+    return kwargs.get("capturable", False) or not chosen.get("foreach") or not any(isinstance(n, torch.Tensor) for n in numbers)
+
+
+def as_eager(kwargs: Kwargs) -> Kwargs:
+    """A CPU has no capturable optimizers, and without that no numbers as tensors in a foreach form: another order, the same sum."""
+    if EAGER == "cuda":
+        return kwargs
+    return {name: name != "foreach" and value for name, value in kwargs.items() if name != "capturable"}
+
+
+def model_on(device: str) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 3, bias=False)).to(device)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    weight = next(model.parameters())
+    x = torch.linspace(-1, 1, 20).reshape(5, 4).to(weight.device)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss
+
+    if isinstance(optimizer, torch.optim.LBFGS):
+        optimizer.step(closure)
+    else:
+        closure()
+        optimizer.step()
+
+
+def trained(info: OptimizerInfo, kwargs: Kwargs, device: str) -> list[torch.Tensor]:
+    model = model_on(device)
+    optimizer = info.optim_cls(model.parameters(), **copy.deepcopy(kwargs))
+    for _ in range(STEPS):
+        step(model, optimizer)
+    return on_cpu(list(model.parameters()))
+
+
+class TestOptimizers(TestCase):
+    @optims(DENSE, dtypes=[torch.float32])
+    def test_steps(self, device, dtype, optim_info):
+        for kwargs in flavours(optim_info):
+            wanted = trained(optim_info, as_eager(kwargs), EAGER)
+            self.assertEqual(trained(optim_info, kwargs, DEVICE), wanted, msg=lambda text, k=kwargs: f"{k}: {text}")
+
+    @optims(DENSE, dtypes=[torch.float32])
+    def test_saved_in_between(self, device, dtype, optim_info):
+        """A state_dict through a file, from the device or from eager mode, goes on where it was taken."""
+        for kwargs in flavours(optim_info)[:3]:
+            wanted = trained(optim_info, kwargs, EAGER)
+            for source in (DEVICE, EAGER):
+                model = model_on(source)
+                optimizer = optim_info.optim_cls(model.parameters(), **kwargs)
+                for _ in range(2):
+                    step(model, optimizer)
+                file = io.BytesIO()
+                torch.save((model.state_dict(), optimizer.state_dict()), file)
+                file.seek(0)
+                weights, state = torch.load(file, weights_only=True)
+                model = model_on(DEVICE)
+                model.load_state_dict(weights)
+                optimizer = optim_info.optim_cls(model.parameters(), **kwargs)
+                optimizer.load_state_dict(state)
+                for _ in range(STEPS - 2):
+                    step(model, optimizer)
+                self.assertEqual(on_cpu(list(model.parameters())), wanted, msg=lambda text, k=kwargs: f"{k}: {text}")
+
+    @optims([info for info in DENSE if info.supports_param_groups], dtypes=[torch.float32])
+    def test_param_groups(self, device, dtype, optim_info):
+        results = []
+        for where in (DEVICE, EAGER):
+            model = model_on(where)
+            first, second = model.parameters()
+            optimizer = optim_info.optim_cls([{"params": [first], "lr": 0.1}], lr=0.01)
+            optimizer.add_param_group({"params": [second]})
+            for _ in range(STEPS):
+                step(model, optimizer)
+            results.append(on_cpu(list(model.parameters())))
+        self.assertEqual(*results)
+
+    @optims(DENSE, dtypes=[torch.float32])
+    def test_compiles_nothing_after_warm_up(self, device, dtype, optim_info):
+        if optim_info.optim_cls is torch.optim.LBFGS:
+            self.skipTest("LBFGS reads its loss and decides by it in Python")
+        for kwargs in flavours(optim_info)[:3]:
+            model = model_on(DEVICE)
+            optimizer = optim_info.optim_cls(model.parameters(), **kwargs)
+            for _ in range(8 if optim_info.optim_cls.__name__ in CHANGES_FORMULA else 3):
+                step(model, optimizer)
+            before = lazy_backend.stats()["compiles"]
+            for lr in (0.5, 0.25):
+                optimizer.param_groups[0]["lr"] = lr
+                step(model, optimizer)
+            self.assertEqual(lazy_backend.stats()["compiles"], before, msg=f"{kwargs}")
+
+    def test_foreach_is_the_default(self, device):
+        """As on CUDA: what PyTorch chooses where a user chooses nothing."""
+        weight = nn.Parameter(torch.zeros(2, device=device))
+        self.assertEqual(_default_to_fused_or_foreach([weight], differentiable=False, use_fused=False), (False, True))
+        self.assertEqual(_default_to_fused_or_foreach([weight], differentiable=False, use_fused=True), (True, False))
+
+
+instantiate_device_type_tests(TestOptimizers, globals(), only_for=("privateuse1",))
