@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any, Callable
 
 import torch
@@ -10,6 +11,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 DEVICE = "lazysched"
 EAGER = "cuda" if torch.cuda.is_available() else "cpu"
+# What PyTorch calls a tensor's type in its errors: torch.FloatTensor on a CPU, lazyschedFloatType here.
+TYPE_NAME = rf"torch\.({DEVICE}\.)?\w+tensor|{DEVICE}\w+type"
 
 
 def moved(tree: Any, device: str) -> Any:
@@ -47,5 +50,5 @@ def outcome(function: Callable[[], Any]) -> Any:
 
 def same_error(ours: Any, theirs: Exception) -> bool:
     """Of one type, and with eager mode's words in ours, where the recorded line may follow."""
-    words, ours_words = (str(error).lower().replace(EAGER, DEVICE) for error in (theirs, ours))
+    words, ours_words = (re.sub(TYPE_NAME, "type", str(error).lower().replace(EAGER, DEVICE)) for error in (theirs, ours))
     return type(ours) is type(theirs) and words.splitlines()[0] in ours_words

@@ -39,7 +39,7 @@ def allowed(kwargs: Kwargs, chosen: Kwargs) -> bool:
 
 
 def as_eager(kwargs: Kwargs) -> Kwargs:
-    """A CPU has no capturable optimizers, and without that no numbers as tensors in a foreach form: another order, the same sum."""
+    """A CPU has no capturable optimizers, and without that no numbers as tensors in a foreach form: only the order differs."""
     if EAGER == "cuda":
         return kwargs
     return {name: name != "foreach" and value for name, value in kwargs.items() if name != "capturable"}
