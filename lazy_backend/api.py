@@ -31,6 +31,19 @@ def device_indices(device: torch.device | str | int | None) -> list[int]:
     return [core.get().current_device() if parsed.index is None else parsed.index]
 
 
+def device_index(device: torch.device | str | int | None) -> int:
+    """The device's index, or the current one for None.
+
+    Raises ValueError where it is not a lazysched device, RuntimeError where there is no such device.
+    """
+    if device is None:
+        return int(core.get().current_device())
+    index = device_indices(device)[0]
+    if not 0 <= index < core.device_count():
+        raise RuntimeError(f"lazysched: invalid device ordinal: there is no device lazysched:{index}, only {core.device_count()}")
+    return index
+
+
 def mark_step(device: torch.device | str | int | None = None, wait: bool = False) -> None:
     """Run what is recorded on ``device`` (None: on every index), then the step closures.
 

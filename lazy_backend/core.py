@@ -49,6 +49,11 @@ def device_count() -> int:
     return torch.cuda.device_count() if physical_is_cuda() else 1
 
 
+def physical_device(index: int) -> torch.device:
+    """What the device's ``index`` runs on."""
+    return torch.device("cuda", index) if physical_is_cuda() else torch.device("cpu")
+
+
 def get() -> ModuleType:
     """The native core, built and started where need be.
 

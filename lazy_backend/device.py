@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
-from typing import Any
 
 import torch
 
-from lazy_backend import accelerator, api, core, modules, steps
+from lazy_backend import (
+    accelerator,
+    api,
+    core,
+    generic,
+    interchange,
+    memory,
+    modules,
+    processes,
+    profiler,
+    properties,
+    rng,
+    steps,
+    streams,
+)
 
 NAME = "lazysched"
+Device = torch.device | str | int | None
 
 
-class _DeviceContext:
-    """`with torch.lazysched.device(i)`: device ``i`` is the current one inside."""
+class DeviceContext:
+    """`with torch.lazysched.device(i)`: device ``i`` is the current one inside. None and negative indices change nothing."""
 
-    def __init__(self, device: torch.device | str | int | None) -> None:
-        self.index = None if device is None else api.device_indices(device)[0]
+    def __init__(self, device: Device) -> None:
+        negative = isinstance(device, int) and device < 0
+        self.index = None if device is None or negative else api.device_index(device)
 
     def __enter__(self) -> None:
         self.previous = core.get().current_device()
@@ -28,16 +44,26 @@ class _DeviceContext:
         core.get().set_device(self.previous)
 
 
-class DeviceModule(types.ModuleType):
-    """`torch.lazysched`: the functions of `torch.cuda` that the device needs. Only what must loads the native core."""
+class DeviceOf(DeviceContext):
+    """`with torch.lazysched.device_of(tensor)`: its device is the current one inside; tensors of others change nothing."""
 
-    Event = torch.Event
-    Stream = torch.Stream
-    device = _DeviceContext
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor.device if tensor.device.type == NAME else None)
+
+
+class DeviceModule(types.ModuleType):
+    """`torch.lazysched`: what `torch.cuda` has that users call. Only what must loads the native core."""
+
+    device = DeviceContext
+    device_of = DeviceOf
+    OutOfMemoryError = torch.OutOfMemoryError
 
     def __init__(self) -> None:
         super().__init__(f"torch.{NAME}", self.__doc__)
-        self._seed: int | None = None
+        for part in (streams, memory, properties, rng):
+            for name in part.__all__:
+                setattr(self, name, getattr(part, name))
+        self.streams, self.memory, self.random, self.amp = streams, memory, rng, amp_module()
 
     def is_available(self) -> bool:
         return True
@@ -64,54 +90,28 @@ class DeviceModule(types.ModuleType):
     def current_device(self) -> int:
         return int(core.get().current_device())
 
-    def set_device(self, device: torch.device | str | int) -> None:
-        core.get().set_device(api.device_indices(device)[0])
+    def set_device(self, device: Device) -> None:
+        """Raises RuntimeError where there is no such device. Negative indices change nothing."""
+        if not isinstance(device, int) or device >= 0:
+            core.get().set_device(api.device_index(device))
 
-    def synchronize(self, device: torch.device | str | int | None = None) -> None:
+    def synchronize(self, device: Device = None) -> None:
         """Run what is recorded on ``device`` (default: the current one) and wait until it has finished."""
-        api.wait_device_ops(self.current_device() if device is None else device)
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
-
-    def is_bf16_supported(self) -> bool:
-        return torch.cuda.is_bf16_supported() if core.physical_is_cuda() else True
-
-    # ---- random numbers: one generator a device; seeds given before the first use wait for it --------------------------
-
-    def manual_seed(self, seed: int) -> None:
-        self._generator(self.current_device()).manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> None:
-        if not core.is_started():
-            self._seed = int(seed)
-            return
-        for index in range(self.device_count()):
-            self._generator(index).manual_seed(seed)
-
-    def apply_early_seed(self, _: Any) -> None:
-        if self._seed is not None:
-            for index in range(self.device_count()):
-                self._generator(index).manual_seed(self._seed)
-
-    def get_rng_state(self, device: torch.device | str | int = NAME) -> torch.Tensor:
-        return self._generator(api.device_indices(device)[0]).get_state()
-
-    def set_rng_state(self, state: torch.Tensor, device: torch.device | str | int = NAME) -> None:
-        self._generator(api.device_indices(device)[0]).set_state(state)
-
-    def initial_seed(self) -> int:
-        return self._generator(self.current_device()).initial_seed()
-
-    def seed(self) -> int:
-        return self._generator(self.current_device()).seed()
-
-    def _generator(self, index: int) -> torch.Generator:
-        return core.get().default_generator(index)
+        api.wait_device_ops(api.device_index(device))
 
     @property
     def default_generators(self) -> tuple[torch.Generator, ...]:
-        return tuple(self._generator(index) for index in range(self.device_count()))
+        return tuple(rng.generator(index) for index in range(self.device_count()))
+
+
+def amp_module() -> types.ModuleType:
+    """`torch.lazysched.amp`: `torch.amp` for this device."""
+    module = types.ModuleType(f"torch.{NAME}.amp", "`torch.amp` for this device.")
+    module.autocast = functools.partial(torch.amp.autocast, NAME)
+    module.GradScaler = functools.partial(torch.amp.GradScaler, NAME)
+    module.custom_fwd = functools.partial(torch.amp.custom_fwd, device_type=NAME)
+    module.custom_bwd = functools.partial(torch.amp.custom_bwd, device_type=NAME)
+    return module
 
 
 def register() -> None:
@@ -124,8 +124,9 @@ def register() -> None:
     if not hasattr(torch, NAME):
         module = DeviceModule()
         torch._register_device_module(NAME, module)
-        sys.modules[f"torch.{NAME}"] = module
-        core.at_start(module.apply_early_seed)
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-    modules.keep_parameters()
-    steps.install()
+        sys.modules.update({f"torch.{NAME}": module, f"torch.{NAME}.amp": module.amp})
+        for part in (streams, memory, rng):
+            sys.modules[f"torch.{NAME}.{'random' if part is rng else part.__name__.rpartition('.')[2]}"] = part
+        torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    for part in (modules, generic, interchange, processes, profiler, steps):
+        part.install()

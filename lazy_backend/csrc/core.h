@@ -43,6 +43,7 @@ struct Buffer final : c10::intrusive_ptr_target {
   const DeviceIndex device;
   bool owned = true;        // a storage (or generator) still holds it
   bool touched = false;     // some op has read or written it
+  uint8_t lent = 0;         // another library sees its bytes: 1 as long as it holds them, 2 for ever
   uint64_t pending_in = 0;  // the recording whose end will give it its newest value; 0: none
   uint64_t trace = 0;       // the recording that numbers it, and its number there
   int32_t index = -1;
@@ -50,6 +51,7 @@ struct Buffer final : c10::intrusive_ptr_target {
   at::Generator generator;
   std::shared_ptr<const std::string> error;  // why its value could never be computed
   void check() const { TORCH_CHECK(!error, *error); }
+  bool is_lent() const { return lent > (physical.use_count() > 1 ? 0 : 1); }
 };
 using BufferPtr = c10::intrusive_ptr<Buffer>;
 
@@ -159,6 +161,7 @@ class Recorder {
   bool is_used(const Buffer* b);  // does the recording read or write it?
   // The physical bytes behind `t`, computed if need be.
   at::Tensor materialise(const at::Tensor& t, const char* kind, const std::string& reason);
+  at::Tensor lend(const at::Tensor& t, bool for_ever);  // the same, for another library to hold: ops on them run at once
   void on_storage_death(Buffer* b);
   Trace copy();
   std::mutex mutex;        // the recording; never held while waiting for the GIL or running anything
@@ -190,6 +193,7 @@ inline Recorder& recorder(const at::Tensor& t) { return recorder(t.device().inde
 void record_boxed(const c10::OperatorHandle& op, Stack* stack);  // entry of every op of the device
 
 int device_count();
+void check_index(DeviceIndex i);  // raises where there is no such device
 DeviceIndex current_device();
 void set_current_device(DeviceIndex i);
 c10::DeviceType physical_type();
@@ -204,6 +208,8 @@ Buffer* generator_buffer(const at::Generator& g);
 at::Tensor make_lazy(c10::IntArrayRef size, c10::IntArrayRef stride, at::ScalarType dtype, DeviceIndex device);
 at::Tensor make_empty(c10::IntArrayRef size, at::ScalarType dtype, DeviceIndex device, std::optional<at::MemoryFormat> format);
 c10::Storage physical_bytes(size_t n, DeviceIndex device);
+const c10::Storage& count_bytes(const c10::Storage& s);  // as memory of a device that runs on a CPU
+std::pair<int64_t, int64_t> counted_bytes(bool reset_peak);  // now, and the most since the last reset
 at::Tensor bytes_of(const c10::Storage& physical);  // as uint8[nbytes]
 // A tensor on `s`, a storage of the lazy device or of the physical one.
 at::Tensor alias_storage(const c10::Storage& s, at::ScalarType dtype, c10::IntArrayRef size, c10::IntArrayRef stride,

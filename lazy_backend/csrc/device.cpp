@@ -7,8 +7,9 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/CPUAllocator.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <chrono>
 
 namespace lazysched {
 namespace {
@@ -19,6 +20,8 @@ using c10::Stream;
 bool cuda_ = false;
 std::atomic<int> count_{1};
 thread_local DeviceIndex current_ = 0;
+thread_local c10::StreamId stream_ = 0;  // of the CPU, which runs everything in order: streams there are names
+std::atomic<c10::StreamId> streams_{0};
 
 const c10::impl::VirtualGuardImpl& cuda() {
   static const c10::impl::VirtualGuardImpl guard(c10::kCUDA);
@@ -27,35 +30,36 @@ const c10::impl::VirtualGuardImpl& cuda() {
 Stream to_physical(const Stream& s) { return Stream(Stream::UNSAFE, Device(c10::kCUDA, s.device_index()), s.id()); }
 Stream to_lazy(const Stream& s) { return Stream(Stream::UNSAFE, Device(kLazy, s.device_index()), s.id()); }
 
-// Streams and events are CUDA's; the CPU has one stream, and what is launched there has run.
+Stream cpu_stream(Device d, c10::StreamId id) { return Stream(Stream::UNSAFE, {kLazy, d.has_index() ? d.index() : current_}, id); }
+
+// Streams and events are CUDA's; what is launched on a CPU has run, and an event there is the time when it was recorded.
+using Clock = std::chrono::steady_clock;
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kLazy; }
-  Device exchangeDevice(Device d) const override {
-    const auto old = current_;
-    setDevice(d);
-    return {kLazy, old};
-  }
+  Device exchangeDevice(Device d) const override { const Device old = getDevice(); setDevice(d); return old; }
   Device getDevice() const override { return {kLazy, current_}; }
-  void setDevice(Device d) const override {
-    TORCH_CHECK(d.index() < count_, "lazysched: device index ", static_cast<int>(d.index()), " is out of range; there ",
-                count_ == 1 ? "is 1 device" : "are " + std::to_string(count_) + " devices");
-    uncheckedSetDevice(d);
-  }
-  void uncheckedSetDevice(Device d) const noexcept override {
-    if (d.index() >= 0) current_ = d.index();
-  }
+  void setDevice(Device d) const override { check_index(d.index()), uncheckedSetDevice(d); }
+  void uncheckedSetDevice(Device d) const noexcept override { if (d.has_index()) current_ = d.index(); }
   DeviceIndex deviceCount() const noexcept override { return static_cast<DeviceIndex>(count_.load()); }
 
   static Device twin(Device d) { return {c10::kCUDA, d.index()}; }
-  Stream getDefaultStream(Device d) const override { return Stream(Stream::DEFAULT, d); }
-  Stream getStream(Device d) const override { return cuda_ ? to_lazy(cuda().getStream(twin(d))) : getDefaultStream(d); }
+  Stream getDefaultStream(Device d) const override { return cpu_stream(d, 0); }  // on CUDA 0 as well
+  Stream getStream(Device d) const override { return cuda_ ? to_lazy(cuda().getStream(twin(d))) : cpu_stream(d, stream_); }
   Stream getNewStream(Device d, int priority) const override {
-    return cuda_ ? to_lazy(cuda().getNewStream(twin(d), priority)) : getDefaultStream(d);
+    return cuda_ ? to_lazy(cuda().getNewStream(twin(d), priority)) : cpu_stream(d, ++streams_);
   }
-  Stream getStreamFromGlobalPool(Device d, bool high) const override {
-    return cuda_ ? to_lazy(cuda().getStreamFromGlobalPool(twin(d), high)) : getDefaultStream(d);
+  Stream getStreamFromGlobalPool(Device d, bool high) const override { return getNewStream(d, high ? -1 : 0); }
+  // What was recorded under a stream runs on it. Guards exchange streams as they are destroyed, so nothing may be thrown: what
+  // an error left uncomputed says so when it is touched.
+  Stream exchangeStream(Stream s) const override {
+    const auto old = getStream(s.device());
+    if (s != old) try { recorder(s.device_index()).barrier("stream", "another stream was made current"); } catch (c10::Error&) {}
+    if (cuda_) cuda().exchangeStream(to_physical(s));
+    else stream_ = s.id();
+    return old;
   }
-  Stream exchangeStream(Stream s) const override { return cuda_ ? to_lazy(cuda().exchangeStream(to_physical(s))) : s; }
+  void* getStreamNativeHandle(const Stream s) const override { return cuda_ ? to_physical(s).native_handle() : nullptr; }
+  c10::DeviceCapability getDeviceCapability(Device) const override { return {}; }  // every dtype
   bool queryStream(const Stream& s) const override { return !cuda_ || cuda().queryStream(to_physical(s)); }
   void synchronizeStream(const Stream& s) const override {
     recorder(s.device_index()).barrier("wait", "the stream was synchronised");
@@ -68,18 +72,31 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   // An event marks a place in what was recorded, so what stands before it has to be launched first.
   void record(void** event, const Stream& s, const DeviceIndex i, const c10::EventFlag flag) const override {
     recorder(s.device_index()).barrier("event", "an event was recorded");
-    if (cuda_) cuda().record(event, to_physical(s), i, flag);
+    if (cuda_) return cuda().record(event, to_physical(s), i, flag);
+    destroyEvent(std::exchange(*event, new Clock::time_point(Clock::now())), i);
   }
   void block(void* event, const Stream& s) const override { if (cuda_) cuda().block(event, to_physical(s)); }
   bool queryEvent(void* event) const override { return !cuda_ || cuda().queryEvent(event); }
   void synchronizeEvent(void* event) const override { if (cuda_) cuda().synchronizeEvent(event); }
-  void destroyEvent(void* event, const DeviceIndex i) const noexcept override { if (cuda_) cuda().destroyEvent(event, i); }
+  void destroyEvent(void* event, const DeviceIndex i) const noexcept override {
+    if (cuda_) return cuda().destroyEvent(event, i);
+    delete static_cast<Clock::time_point*>(event);
+  }
   double elapsedTime(void* a, void* b, const DeviceIndex i) const override {
-    TORCH_CHECK(cuda_, "lazysched: elapsed_time needs events with timing, which a CPU does not have");
-    return cuda().elapsedTime(a, b, i);
+    auto time = [](void* event) { return *static_cast<Clock::time_point*>(event); };
+    return cuda_ ? cuda().elapsedTime(a, b, i) : std::chrono::duration<double, std::milli>(time(b) - time(a)).count();
   }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
+
+// Bytes that the device holds where it runs on a CPU; CUDA's allocator counts its own.
+std::atomic<int64_t> held_{0}, peak_{0};
+struct Counted {
+  c10::DataPtr bytes;
+  const int64_t n;
+  ~Counted() { held_ -= n; }
+};
+void delete_counted(void* counted) { delete static_cast<Counted*>(counted); }
 
 // The storage knows its size but owns no bytes. The address of its Buffer serves as data pointer: unique, and never read.
 void release_buffer(void* ctx) {
@@ -126,8 +143,9 @@ struct Generator final : c10::GeneratorImpl {
     return buffer->generator;
   }
   void set_current_seed(uint64_t seed) override { settled("the generator was seeded").set_current_seed(seed); }
-  void set_offset(uint64_t o) override { settled("the generator's offset was set").set_offset(o); }
-  uint64_t get_offset() const override { return settled("the generator's offset was read").get_offset(); }
+  // A CPU's generator has no offset: 0, so that pickle, which asks generators of all other devices for one, can keep it.
+  void set_offset(uint64_t o) override { if (cuda_ || o) settled("the generator's offset was set").set_offset(o); }
+  uint64_t get_offset() const override { return cuda_ ? settled("the generator's offset was read").get_offset() : 0; }
   uint64_t current_seed() const override { return buffer->generator.current_seed(); }
   uint64_t seed() override { return settled("the generator was seeded").seed(); }
   void set_state(const c10::TensorImpl& s) override {
@@ -141,6 +159,7 @@ struct Generator final : c10::GeneratorImpl {
 };
 
 at::Generator new_generator(DeviceIndex i) {
+  check_index(i);
   auto physical = cuda_ ? at::detail::getCUDAHooks().getNewGenerator(i)
                         : at::make_generator<at::CPUGeneratorImpl>(c10::default_rng_seed_val);
   return at::make_generator<Generator>(physical, i);
@@ -183,6 +202,10 @@ void start_device(bool cuda, int count) {
   c10::SetAllocator(kLazy, allocator());
 }
 int device_count() { return count_; }
+void check_index(DeviceIndex i) {
+  TORCH_CHECK(i < count_, "lazysched: invalid device ordinal: there is no device lazysched:", static_cast<int>(i), "; there ",
+              count_ == 1 ? "is 1 device" : "are " + std::to_string(count_) + " devices");
+}
 DeviceIndex current_device() { return current_; }
 void set_current_device(DeviceIndex i) { Guard().setDevice({kLazy, i}); }
 c10::DeviceType physical_type() { return cuda_ ? c10::kCUDA : c10::kCPU; }
@@ -230,10 +253,25 @@ at::Tensor alias_storage(const c10::Storage& s, const at::Tensor& like) {
   return alias_storage(s, like.scalar_type(), like.sizes(), like.strides(), like.storage_offset(), like.is_conj(), like.is_neg());
 }
 
+std::pair<int64_t, int64_t> counted_bytes(bool reset_peak) {
+  if (reset_peak) peak_ = held_.load();
+  return {held_, peak_};
+}
+const c10::Storage& count_bytes(const c10::Storage& s) {
+  if (cuda_ || !s.nbytes() || s.data_ptr().get_deleter() == &delete_counted) return s;
+  const auto n = static_cast<int64_t>(s.nbytes());
+  const auto now = held_ += n;
+  for (auto peak = peak_.load(); peak < now && !peak_.compare_exchange_weak(peak, now);) {}
+  auto* impl = s.unsafeGetStorageImpl();
+  auto* counted = new Counted{impl->set_data_ptr(c10::DataPtr()), n};
+  impl->set_data_ptr_noswap({counted->bytes.get(), counted, &delete_counted, s.device()});
+  return s;
+}
+
 c10::Storage physical_bytes(size_t n, DeviceIndex device) {
   if (!cuda_) {  // asked for every intermediate of a program, so not through the dispatcher
     auto* cpu = c10::GetCPUAllocator();
-    return c10::Storage(c10::Storage::use_byte_size_t(), n, cpu->allocate(n), cpu, true);
+    return count_bytes(c10::Storage(c10::Storage::use_byte_size_t(), n, cpu->allocate(n), cpu, true));
   }
   PlainDispatch plain;
   return at::empty({static_cast<int64_t>(n)}, at::TensorOptions().dtype(at::kByte).device(physical_device(device))).storage();
@@ -244,7 +282,7 @@ at::Tensor wrap_physical(const at::Tensor& p, DeviceIndex device) {
   const size_t n = p.storage().nbytes();
   AllocateOn here(device);
   c10::Storage s(c10::Storage::use_byte_size_t(), n, allocator()->allocate(n), allocator(), true);
-  buffer_of(s)->physical = p.storage();
+  buffer_of(s)->physical = count_bytes(p.storage());
   buffer_of(s)->touched = true;
   return alias_storage(s, p);
 }

@@ -59,7 +59,7 @@ const Tensor& copy_in(const Tensor& dst, const Tensor& src, bool non_blocking) {
   const bool dense = dst.is_non_overlapping_and_dense();
   auto staged = dense ? at::empty_strided(dst.sizes(), dst.strides(), options) : at::empty(dst.sizes(), options);
   staged.copy_(src, non_blocking);
-  const auto bytes = staged.storage();
+  const auto bytes = count_bytes(staged.storage());
   const bool whole = dense && !dst.is_neg() && !dst.is_conj() && dst.storage_offset() == 0;
   {
     std::lock_guard<std::mutex> lock(recorder(index).mutex);
@@ -131,7 +131,12 @@ Tensor& set_storage(Tensor& self, at::Storage source, int64_t offset, c10::IntAr
 Tensor& set_nothing(Tensor& self) {
   return set_storage(self, make_empty({0}, self.scalar_type(), self.device().index(), std::nullopt).storage(), 0, {0}, {1});
 }
-void record_stream(Tensor&, c10::Stream) {}  // memory is reused in the order of the one stream that runs a recording
+void record_stream(Tensor& t, c10::Stream s) {
+  if (physical_type() != c10::kCUDA) return;
+  auto physical = recorder(t).materialise(t, "stream", "record_stream()");
+  PlainDispatch plain;
+  physical.record_stream(c10::Stream(c10::Stream::UNSAFE, physical.device(), s.id()));
+}
 
 // Shape-only stand-in on the physical device, for choosing a kernel.
 Tensor shadow(const Tensor& t) {

@@ -81,13 +81,13 @@ struct Runner {
   c10::Storage keep(const at::Tensor& got, const Operand& want, const OpInfo& op) const {
     const auto size = trace.sizes(want), stride = trace.strides(want);
     const bool own = got.storage().use_count() == 1 && got.storage_offset() == 0 && !got.is_conj() && !got.is_neg();
-    if (own && got.scalar_type() == want.dtype && got.sizes() == size && got.strides() == stride) return got.storage();
+    if (own && got.scalar_type() == want.dtype && got.sizes() == size && got.strides() == stride) return count_bytes(got.storage());
     // Attention returns its random seed in host memory and wants it back there, so the device is the op's own choice.
     auto fresh = at::empty_strided(size, stride, at::TensorOptions().dtype(want.dtype).device(got.device()));
     // Statistics that the op leaves out in inference: nobody may read them, in eager mode either.
-    if (!got.numel()) return fresh.storage();
+    if (!got.numel()) return count_bytes(fresh.storage());
     TORCH_CHECK(got.sizes() == size, op.name, " promised a result of shape ", size, " and gave ", got.sizes());
-    return fresh.copy_(got).storage();
+    return count_bytes(fresh.copy_(got).storage());
   }
 
   // `slot`: that of the op's first new output.

@@ -248,7 +248,7 @@ std::vector<std::unique_ptr<Recorder>>& recorders() {
 
 Recorder& recorder(DeviceIndex i) {
   if (i < 0) i = current_device();
-  TORCH_CHECK(i < static_cast<int>(recorders().size()), "lazysched: there is no device lazysched:", static_cast<int>(i));
+  check_index(i);
   return *recorders()[i];
 }
 
@@ -291,6 +291,8 @@ at::Tensor make_view(const at::Tensor& source, const at::Tensor& meta) {
 
 }  // namespace
 
+constexpr char kLent[] = "another library sees the memory of an operand";
+
 void Recorder::record(const OpInfo& op, Stack* stack) {
   const IValue* args = stack->data() + stack->size() - op.args.size();
   const auto call = hash_call(op, args);
@@ -311,18 +313,21 @@ void Recorder::record(const OpInfo& op, Stack* stack) {
   torch::jit::drop(stack, op.args.size());
   for (auto& r : returns) stack->push_back(std::move(r));
   if (limits.eager) barrier("eager", "LAZYSCHED_MODE=eager runs each op at once");
-  else if (limit) barrier("limit", limit);
+  else if (limit) barrier(limit == kLent ? "lent" : "limit", limit);
 }
 
-// Returns the limit that the recording has reached, else null.
+// Returns why the recording has to run now, else null.
 const char* Recorder::append(const OpInfo& op, const IValue* args, c10::ArrayRef<at::Tensor> outs, hash_t call) {
   static thread_local std::vector<uint64_t> words;
   words.clear();
   const Site site = capture_site();  // these two may wait for the GIL
   const int64_t backward = backward_sequence();
   std::lock_guard<std::mutex> lock(mutex);
-  each_tensor(op, args, [](size_t, const at::Tensor& t) {
-    if (is_lazy(t)) buffer_of(t)->check();
+  bool lent = false;
+  each_tensor(op, args, [&](size_t, const at::Tensor& t) {
+    if (!is_lazy(t)) return;
+    buffer_of(t)->check();
+    lent |= buffer_of(t)->is_lent();
   });
   Trace& t = *trace_;
   Instr instr{&op, static_cast<int32_t>(t.args.size())};
@@ -343,6 +348,7 @@ const char* Recorder::append(const OpInfo& op, const IValue* args, c10::ArrayRef
   words.push_back(c10::Uint128High64(call));
   t.hash = torch::lazy::HashBlock(words.data(), words.size() * sizeof(uint64_t), t.hash);
   stats[kRecorded]++;
+  if (lent) return kLent;
   if (static_cast<int64_t>(t.instrs.size()) >= limits.max_ops) return "LAZYSCHED_MAX_OPS ops are recorded";
   return limits.max_bytes && t.held_bytes > limits.max_bytes ? "LAZYSCHED_MAX_PENDING_BYTES are held by the recording" : nullptr;
 }
@@ -424,6 +430,16 @@ void Recorder::run_now(const OpInfo& op, Stack* stack, const char* kind, const s
     const int arg = op.handed_back(r);
     stack->push_back(arg >= 0 ? args[arg] : map_tensors(physical[r], lift));
   }
+}
+
+at::Tensor Recorder::lend(const at::Tensor& t, bool for_ever) {
+  auto* b = buffer_of(t);
+  constexpr auto kWhy = "its memory is shown to another library";
+  if (is_used(b)) barrier("lent", kWhy);
+  auto physical = materialise(t, "lent", kWhy);
+  std::lock_guard<std::mutex> lock(mutex);
+  b->lent = std::max<uint8_t>(b->lent, for_ever ? 2 : 1);
+  return physical;
 }
 
 at::Tensor Recorder::materialise(const at::Tensor& t, const char* kind, const std::string& reason) {
