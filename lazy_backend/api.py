@@ -14,7 +14,7 @@ from lazy_backend.trace import parse_frame
 
 # `Stat` in csrc/core.h.
 STATS = ("recorded", "compiles", "cache_hits", "nodes_run", "nodes_dead", "kernels_run", "fallbacks", "shape_inferences",
-         "evicted", "flushes")
+         "evicted", "flushes", "held_bytes", "peak_bytes")
 _KINDS = {kind.label: kind for kind in BarrierKind}
 barrier_log = BarrierLog()
 
@@ -40,7 +40,7 @@ def device_index(device: torch.device | str | int | None) -> int:
         return int(core.get().current_device())
     index = device_indices(device)[0]
     if not 0 <= index < core.device_count():
-        raise RuntimeError(f"lazysched: invalid device ordinal: there is no device lazysched:{index}, only {core.device_count()}")
+        raise RuntimeError(f"lazysched: invalid device ordinal {index}, where the number of devices is {core.device_count()}")
     return index
 
 

@@ -76,6 +76,8 @@ def start() -> None:
     if cuda:
         torch.cuda.init()
     core.init(cuda, device_count())
+    if cuda:
+        core.set_device(torch.cuda.current_device())
     configure(core)
     _core = core
     for action in _at_start:

@@ -128,5 +128,5 @@ def register() -> None:
         for part in (streams, memory, rng):
             sys.modules[f"torch.{NAME}.{'random' if part is rng else part.__name__.rpartition('.')[2]}"] = part
         torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-    for part in (modules, generic, interchange, processes, profiler, steps):
+    for part in (modules, generic, interchange, memory, processes, profiler, steps):
         part.install()

@@ -6,6 +6,7 @@ a running recording allocates. What is recorded has no memory yet.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import OrderedDict
 from typing import Any
@@ -30,9 +31,9 @@ def memory_stats_as_nested_dict(device: Device = None) -> dict[str, Any]:
     index = api.device_index(device)
     if core.physical_is_cuda():
         return torch.cuda.memory_stats_as_nested_dict(index)
-    current, peak = core.get().counted_bytes(False)
+    counted = api.stats()
     kinds = ("allocated_bytes", "requested_bytes", "active_bytes", "reserved_bytes")
-    return {kind: {"all": {"current": current, "peak": peak}} for kind in kinds}
+    return {kind: {"all": {"current": counted["held_bytes"], "peak": counted["peak_bytes"]}} for kind in kinds}
 
 
 def memory_stats(device: Device = None) -> OrderedDict[str, Any]:
@@ -74,7 +75,7 @@ def reset_peak_memory_stats(device: Device = None) -> None:
     if core.physical_is_cuda():
         torch.cuda.reset_peak_memory_stats(index)
     else:
-        core.get().counted_bytes(True)
+        core.get().reset_peak()
 
 
 reset_max_memory_allocated = reset_peak_memory_stats
@@ -131,3 +132,18 @@ def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
     rows = [("allocated now", memory_allocated(device)), ("allocated at most", max_memory_allocated(device)),
             ("free on this machine", mem_get_info(device)[0]), ("total of this machine", mem_get_info(device)[1])]
     return "\n".join([f"memory of lazysched:{api.device_index(device)} (on the CPU)"] + [f"{n:>16,} bytes {t}" for t, n in rows])
+
+
+def install() -> None:
+    """Let programs pin memory before the device is used: where there is no CUDA, pinning is a copy and needs no device."""
+    original = torch.Tensor.pin_memory
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def pin_memory(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if core.is_started() or torch.cuda.is_available() or self.device.type != "cpu":
+            return original(self, *args, **kwargs)
+        return self.clone()
+
+    torch.Tensor.pin_memory = pin_memory  # type: ignore[method-assign, assignment]

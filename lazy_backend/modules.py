@@ -15,12 +15,13 @@ from torch import nn
 from lazy_backend import core
 
 _DEVICES = ("cpu", "cuda", "lazysched")
+_PLAIN = {torch.Tensor, nn.Parameter, nn.Buffer, nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer}
 
 
 def crosses(old: torch.Tensor, new: torch.Tensor) -> bool:
     """Are both plain tensors, one of them on the device and the other not?"""
     kinds = (old.device.type, new.device.type)
-    plain = {type(old), type(new)} <= {torch.Tensor, nn.Parameter, nn.Buffer} and new.layout is torch.strided is old.layout
+    plain = {type(old), type(new)} <= _PLAIN and new.layout is torch.strided is old.layout
     return plain and kinds[0] != kinds[1] and "lazysched" in kinds and set(kinds) <= set(_DEVICES)
 
 

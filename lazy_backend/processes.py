@@ -12,6 +12,7 @@ import torch
 import torch.multiprocessing
 from torch import nn
 from torch.multiprocessing import reductions
+from torch.utils.data import get_worker_info
 
 _parallel = importlib.import_module("torch.nn.parallel.data_parallel")  # torch.nn.parallel gives this name to a function
 
@@ -64,9 +65,16 @@ def _choice(original: Any) -> Any:
 
 
 def _reduce_storage(storage: torch.UntypedStorage) -> Any:
-    if storage.device.type == "lazysched":
+    """How a storage travels. Workers of a DataLoader hand their batches over, so a copy will do; others would expect to share."""
+    if storage.device.type != "lazysched":
+        return reductions.reduce_storage(storage)
+    if get_worker_info() is None:
         raise NotImplementedError("tensors of lazysched can't be sent to another process; send tensor.cpu() and move it there")
-    return reductions.reduce_storage(storage)
+    return _arrive, (storage.cpu(), str(storage.device))
+
+
+def _arrive(storage: torch.UntypedStorage, device: str) -> torch.UntypedStorage:
+    return storage.to(device=torch.device(device))
 
 
 def install() -> None:

@@ -22,6 +22,7 @@ class Stream(torch.Stream):
     """A queue of the device. ``with stream:`` makes it current. Raises RuntimeError where there is no such device."""
 
     def __new__(cls, device: Device = None, priority: int = 0, **given: int) -> Stream:
+        core.get()
         if given:  # stream_id, device_index, device_type: that very stream
             return super().__new__(cls, **given)
         return super().__new__(cls, device=torch.device("lazysched", api.device_index(device)), priority=priority)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import lazy_backend  # noqa: F401 - registers the device
-from tests.device import CLOSE, DEVICE, arange
+from tests.device import CLOSE, DEVICE
 
 
 class Tied(nn.Module):
@@ -115,6 +114,156 @@ def test_move_and_cast_at_once() -> None:
     assert torch.equal(model.head.weight.detach().cpu(), wanted)
 
 
+class Holder(nn.Module):
+    """One weight in many hands: modules, lists, dicts, plain attributes, a buffer that is a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4, bias=False)
+        self.second = nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+        self.listed = nn.ParameterList([self.first.weight, nn.Parameter(torch.ones(4))])
+        self.named = nn.ParameterDict({"w": self.first.weight})
+        self.modules_too = nn.ModuleList([self.first, self.second])
+        self.outside = [self.first.weight]
+        self.register_parameter("again", self.first.weight)
+        self.register_buffer("seen", torch.zeros(2))
+        self.register_buffer("seen_again", self.seen)
+
+    def held(self) -> list[nn.Parameter]:
+        return [self.first.weight, self.second.weight, self.listed[0], self.named["w"], self.modules_too[1].weight,
+                self.outside[0], self.again]  # fmt: skip
+
+
+@pytest.mark.parametrize("moves", [[DEVICE], [DEVICE, "cpu"], [DEVICE, "cpu", DEVICE, DEVICE]], ids="-".join)
+def test_a_weight_in_many_hands_stays_one(moves: list[str]) -> None:
+    model = Holder()
+    weight, wanted = model.first.weight, model.first.weight.detach().clone()
+    weight.grad = torch.ones_like(weight)
+    for where in moves:
+        model.to(where)
+        assert all(held is weight for held in model.held())
+        assert weight.device.type == where == weight.grad.device.type == model.seen.device.type
+        assert len(list(model.parameters())) == 2 and torch.equal(weight.detach().cpu(), wanted)
+    with torch.no_grad():
+        model.again.zero_()
+    assert not model.second(torch.ones(1, 4, device=moves[-1])).any()
+    twin = copy.deepcopy(model)
+    assert len({id(held) for held in twin.held()}) == 1 and twin.again is not weight
+    twin.to("cpu").to(DEVICE)
+    assert len({id(held) for held in twin.held()}) == 1
+
+
+def test_a_tie_over_the_border_of_two_modules() -> None:
+    """Each module is moved by itself; the weight moves with the first and is there already for the second."""
+    embedding, head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+    head.weight = embedding.weight
+    embedding.to(DEVICE)
+    assert head.weight is embedding.weight and head.weight.device.type == DEVICE
+    head.to(DEVICE)
+    assert head.weight is embedding.weight
+    head.to("cpu")
+    assert head.weight is embedding.weight and embedding.weight.device.type == "cpu"
+
+
+def test_parametrized_and_normed_weights() -> None:
+    class Symmetric(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.triu() + x.triu(1).transpose(-1, -2)
+
+    torch.manual_seed(0)
+    makers = {
+        "parametrize": lambda m: nn.utils.parametrize.register_parametrization(m, "weight", Symmetric()) and m,
+        "weight_norm": nn.utils.parametrizations.weight_norm,
+        "spectral_norm": nn.utils.parametrizations.spectral_norm,
+        "orthogonal": nn.utils.parametrizations.orthogonal,
+    }
+    for name, make in makers.items():
+        model = make(nn.Linear(4, 4)).eval()
+        tied = nn.Linear(4, 4)
+        tied.bias = model.bias
+        both = nn.ModuleList([model, tied])
+        before = {key: id(value) for key, value in both.named_parameters()}
+        x = torch.randn(2, 4)
+        wanted = model(x).detach()
+        both.to(DEVICE)
+        assert {key: id(value) for key, value in both.named_parameters()} == before and tied.bias is model.bias, name
+        out = model(x.to(DEVICE))
+        torch.testing.assert_close(out.detach().cpu(), wanted, rtol=CLOSE, atol=CLOSE)
+        out.sum().backward()
+        assert all(p.grad is not None and p.grad.device.type == DEVICE for p in model.parameters()), name
+        both.to("cpu")
+        assert {key: id(value) for key, value in both.named_parameters()} == before
+        torch.testing.assert_close(model(x).detach(), wanted, rtol=CLOSE, atol=CLOSE)
+
+
+def test_data_takes_contents_over_the_border() -> None:
+    """`p.data = p.data.to(device)`, as programs that move parameters themselves write it."""
+    p = nn.Parameter(torch.arange(3.0))
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    (p * 2).sum().backward()  # its gradient accumulator now knows the CPU
+    p.grad = None
+    p.data = p.data.to(DEVICE)
+    assert p.device.type == DEVICE and p.is_leaf and p.requires_grad and optimizer.param_groups[0]["params"][0] is p
+    (p * 2).sum().backward()
+    optimizer.step()
+    assert p.tolist() == [-2, -1, 0]
+    p.data, p.grad.data = p.data.cpu(), p.grad.data.cpu()
+    assert p.device.type == "cpu" == p.grad.device.type and p.tolist() == [-2, -1, 0] and p.grad.tolist() == [2, 2, 2]
+    plain = torch.ones(2, 2)
+    plain.data = torch.zeros(3, device=DEVICE)
+    assert plain.shape == (3,) and plain.device.type == DEVICE and torch._has_compatible_shallow_copy_type(plain, torch.ones(1))
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):
+        plain.data = torch.ones(2, device="meta")
+    with pytest.raises(TypeError, match="has to be a tensor"):
+        plain.data = 3
+    assert torch.ones(2, device=DEVICE, requires_grad=True).data.requires_grad is False
+
+
+def test_hooks_and_modules_without_shapes_survive_a_move() -> None:
+    seen = []
+    model = nn.Linear(2, 2)
+    model.weight.register_hook(lambda grad: seen.append(grad.device.type))
+    model.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.device.type))
+    model.to(DEVICE)(torch.ones(1, 2, device=DEVICE)).sum().backward()
+    assert seen == [DEVICE, DEVICE]
+    lazy = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d()).to(DEVICE)
+    assert lazy(torch.ones(2, 5, device=DEVICE)).device.type == DEVICE and lazy[0].weight.shape == (3, 5)
+    assert nn.Linear(2, 2, device="meta").to_empty(device=DEVICE).weight.device.type == DEVICE
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_torchs_own_switches_for_moving(swap: bool) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    torch.__future__.set_overwrite_module_params_on_conversion(not swap)
+    try:
+        model = nn.Linear(2, 2)
+        weight, wanted = model.weight, model.weight.tolist()
+        model.to(DEVICE)
+        assert (model.weight is weight) == swap and model.weight.tolist() == wanted and model.weight.device.type == DEVICE
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+def test_data_parallel_is_refused_with_a_reason() -> None:
+    model = nn.Linear(2, 2)
+    wrapped = nn.DataParallel(model)
+    assert model.weight.device.type == "cpu" or torch.cuda.is_available(), "a model on the CPU stays there"
+    with pytest.raises(NotImplementedError, match="DistributedDataParallel"):
+        wrapped.to(DEVICE)(torch.ones(1, 2, device=DEVICE))
+    for refused in (lambda: nn.DataParallel(model), lambda: nn.DataParallel(model, device_ids=[0]),
+                    lambda: nn.parallel.data_parallel(model, torch.ones(1, 2), [0])):  # fmt: skip
+        with pytest.raises(NotImplementedError, match="DistributedDataParallel"):
+            refused()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="without lazysched it would use CUDA")
+def test_data_parallel_on_the_cpu_is_left_alone() -> None:
+    model = nn.Linear(2, 2)
+    assert nn.DataParallel(model)(torch.ones(1, 2)).device.type == "cpu"
+
+
 def test_state_dicts_and_copies() -> None:
     torch.manual_seed(3)
     model = Tied().to(DEVICE)
@@ -126,12 +275,3 @@ def test_state_dicts_and_copies() -> None:
     fresh = Tied()
     fresh.load_state_dict(model.state_dict())
     assert torch.equal(fresh.head.weight, model.head.weight.cpu())
-
-
-def test_save_and_load(tmp_path: Path) -> None:
-    x = arange(DEVICE, 2, 3) * 3
-    torch.save({"x": x, "view": x.t()}, tmp_path / "x.pt")
-    back = torch.load(tmp_path / "x.pt")
-    assert back["x"].device.type == DEVICE and back["x"].tolist() == [[0, 3, 6], [9, 12, 15]]
-    there = torch.load(tmp_path / "x.pt", map_location="cpu")
-    assert there["view"].device.type == "cpu" and there["view"].tolist() == [[0, 9], [3, 12], [6, 15]]

@@ -1,7 +1,6 @@
 // The Python face of the core: reads recordings out, takes programs in, settings, counters.
 #include "program.h"
 #include <ATen/Context.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <pthread.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Dtype.h>
@@ -11,7 +10,6 @@
 #include <torch/csrc/utils/pybind.h>
 
 namespace py = pybind11;
-using c10::impl::VirtualGuardImpl;
 
 namespace lazysched {
 
@@ -181,12 +179,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("count", &count);
   m.def("current_device", &current_device);
   m.def("set_device", &set_current_device);
-  m.def("current_stream", [](DeviceIndex i) { return VirtualGuardImpl(kLazy).getStream({kLazy, i}).id(); });
+  m.def("current_stream", [](DeviceIndex i) { return c10::impl::getDeviceGuardImpl(kLazy)->getStream({kLazy, i}).id(); });
   m.def("set_stream", [](DeviceIndex i, int64_t id) {
-    VirtualGuardImpl(kLazy).exchangeStream(c10::Stream(c10::Stream::UNSAFE, {kLazy, i}, id));
+    c10::impl::getDeviceGuardImpl(kLazy)->exchangeStream(c10::Stream(c10::Stream::UNSAFE, {kLazy, i}, id));
   });
   m.def("set_data", &set_data);
-  m.def("counted_bytes", &counted_bytes);
+  m.def("reset_peak", [] { stats[kPeak] = stats[kHeld].load(); });
   m.def("lend", [](const at::Tensor& t, bool for_ever) { return recorder(t).lend(t, for_ever); });
   m.def("default_generator", [](DeviceIndex i) { return at::globalContext().defaultGenerator(c10::Device(kLazy, i)); });
   m.def("stats", [] { return std::vector<int64_t>(stats.begin(), stats.end()); });

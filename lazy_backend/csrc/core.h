@@ -209,7 +209,6 @@ at::Tensor make_lazy(c10::IntArrayRef size, c10::IntArrayRef stride, at::ScalarT
 at::Tensor make_empty(c10::IntArrayRef size, at::ScalarType dtype, DeviceIndex device, std::optional<at::MemoryFormat> format);
 c10::Storage physical_bytes(size_t n, DeviceIndex device);
 const c10::Storage& count_bytes(const c10::Storage& s);  // as memory of a device that runs on a CPU
-std::pair<int64_t, int64_t> counted_bytes(bool reset_peak);  // now, and the most since the last reset
 at::Tensor bytes_of(const c10::Storage& physical);  // as uint8[nbytes]
 // A tensor on `s`, a storage of the lazy device or of the physical one.
 at::Tensor alias_storage(const c10::Storage& s, at::ScalarType dtype, c10::IntArrayRef size, c10::IntArrayRef stride,
@@ -225,7 +224,9 @@ struct Limits {
 inline Limits limits;
 
 // STATS in api.py names them.
-enum Stat { kRecorded, kCompiles, kHits, kNodesRun, kNodesDead, kKernelsRun, kFallbacks, kInfers, kEvicted, kFlushes, kStats };
+enum Stat {
+  kRecorded, kCompiles, kHits, kNodesRun, kNodesDead, kKernelsRun, kFallbacks, kInfers, kEvicted, kFlushes, kHeld, kPeak, kStats
+};
 inline std::array<std::atomic<int64_t>, kStats> stats;
 void count(const std::string& counter);  // in torch._lazy.metrics
 

@@ -33,7 +33,7 @@ Stream to_lazy(const Stream& s) { return Stream(Stream::UNSAFE, Device(kLazy, s.
 Stream cpu_stream(Device d, c10::StreamId id) { return Stream(Stream::UNSAFE, {kLazy, d.has_index() ? d.index() : current_}, id); }
 
 // Streams and events are CUDA's; what is launched on a CPU has run, and an event there is the time when it was recorded.
-using Clock = std::chrono::steady_clock;
+using Time = std::chrono::steady_clock::time_point;
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kLazy; }
   Device exchangeDevice(Device d) const override { const Device old = getDevice(); setDevice(d); return old; }
@@ -73,28 +73,26 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void record(void** event, const Stream& s, const DeviceIndex i, const c10::EventFlag flag) const override {
     recorder(s.device_index()).barrier("event", "an event was recorded");
     if (cuda_) return cuda().record(event, to_physical(s), i, flag);
-    destroyEvent(std::exchange(*event, new Clock::time_point(Clock::now())), i);
+    destroyEvent(std::exchange(*event, new Time(std::chrono::steady_clock::now())), i);
   }
   void block(void* event, const Stream& s) const override { if (cuda_) cuda().block(event, to_physical(s)); }
   bool queryEvent(void* event) const override { return !cuda_ || cuda().queryEvent(event); }
   void synchronizeEvent(void* event) const override { if (cuda_) cuda().synchronizeEvent(event); }
   void destroyEvent(void* event, const DeviceIndex i) const noexcept override {
-    if (cuda_) return cuda().destroyEvent(event, i);
-    delete static_cast<Clock::time_point*>(event);
+    cuda_ ? cuda().destroyEvent(event, i) : delete static_cast<Time*>(event);
   }
   double elapsedTime(void* a, void* b, const DeviceIndex i) const override {
-    auto time = [](void* event) { return *static_cast<Clock::time_point*>(event); };
-    return cuda_ ? cuda().elapsedTime(a, b, i) : std::chrono::duration<double, std::milli>(time(b) - time(a)).count();
+    if (cuda_) return cuda().elapsedTime(a, b, i);
+    return std::chrono::duration<double, std::milli>(*static_cast<Time*>(b) - *static_cast<Time*>(a)).count();
   }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
 // Bytes that the device holds where it runs on a CPU; CUDA's allocator counts its own.
-std::atomic<int64_t> held_{0}, peak_{0};
 struct Counted {
   c10::DataPtr bytes;
   const int64_t n;
-  ~Counted() { held_ -= n; }
+  ~Counted() { stats[kHeld] -= n; }
 };
 void delete_counted(void* counted) { delete static_cast<Counted*>(counted); }
 
@@ -203,8 +201,7 @@ void start_device(bool cuda, int count) {
 }
 int device_count() { return count_; }
 void check_index(DeviceIndex i) {
-  TORCH_CHECK(i < count_, "lazysched: invalid device ordinal: there is no device lazysched:", static_cast<int>(i), "; there ",
-              count_ == 1 ? "is 1 device" : "are " + std::to_string(count_) + " devices");
+  TORCH_CHECK(i < count_, "lazysched: invalid device ordinal ", int{i}, ", where the number of devices is ", count_.load());
 }
 DeviceIndex current_device() { return current_; }
 void set_current_device(DeviceIndex i) { Guard().setDevice({kLazy, i}); }
@@ -253,15 +250,11 @@ at::Tensor alias_storage(const c10::Storage& s, const at::Tensor& like) {
   return alias_storage(s, like.scalar_type(), like.sizes(), like.strides(), like.storage_offset(), like.is_conj(), like.is_neg());
 }
 
-std::pair<int64_t, int64_t> counted_bytes(bool reset_peak) {
-  if (reset_peak) peak_ = held_.load();
-  return {held_, peak_};
-}
 const c10::Storage& count_bytes(const c10::Storage& s) {
   if (cuda_ || !s.nbytes() || s.data_ptr().get_deleter() == &delete_counted) return s;
   const auto n = static_cast<int64_t>(s.nbytes());
-  const auto now = held_ += n;
-  for (auto peak = peak_.load(); peak < now && !peak_.compare_exchange_weak(peak, now);) {}
+  const auto now = stats[kHeld] += n;
+  for (auto peak = stats[kPeak].load(); peak < now && !stats[kPeak].compare_exchange_weak(peak, now);) {}
   auto* impl = s.unsafeGetStorageImpl();
   auto* counted = new Counted{impl->set_data_ptr(c10::DataPtr()), n};
   impl->set_data_ptr_noswap({counted->bytes.get(), counted, &delete_counted, s.device()});

@@ -434,11 +434,10 @@ void Recorder::run_now(const OpInfo& op, Stack* stack, const char* kind, const s
 
 at::Tensor Recorder::lend(const at::Tensor& t, bool for_ever) {
   auto* b = buffer_of(t);
-  constexpr auto kWhy = "its memory is shown to another library";
-  if (is_used(b)) barrier("lent", kWhy);
-  auto physical = materialise(t, "lent", kWhy);
+  if (is_used(b)) barrier("lent", "its memory is shown to another library");
+  auto physical = materialise(t, "lent", "");
   std::lock_guard<std::mutex> lock(mutex);
-  b->lent = std::max<uint8_t>(b->lent, for_ever ? 2 : 1);
+  b->lent |= for_ever ? 2 : 1;
   return physical;
 }
 
