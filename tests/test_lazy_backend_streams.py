@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 import lazy_backend
+from lazy_backend import accelerator
+from tests.children import call
 from tests.device import DEVICE, needs_host_errors
 
 
@@ -123,3 +127,23 @@ def test_backward_under_streams() -> None:
         (first * second).sum().backward()
         gradients.append(leaf.grad.tolist())
     assert gradients[0] == gradients[1]
+
+
+def beside_cuda() -> None:
+    """In a fresh process: as where torch has CUDA, libtorch's engine is told that CUDA is the accelerator."""
+    torch.lazysched.init()
+    shim = ctypes.CDLL(str(accelerator.build()))
+    assert shim.lazysched_keep_cuda(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so").encode()) == 1
+    stream = torch.Stream(device=DEVICE)
+    with stream as entered:
+        assert entered == stream == torch.lazysched.current_stream()
+    assert torch.lazysched.current_stream().stream_id == 0
+    for device in ("cpu", DEVICE):
+        leaf = torch.ones(3, device=device, requires_grad=True)
+        (leaf * 2).sum().backward()
+        assert leaf.grad.tolist() == [2, 2, 2]
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="it is so in this very process")
+def test_streams_work_beside_cuda() -> None:
+    call(beside_cuda)

@@ -3,7 +3,9 @@
 // PyTorch believes in one accelerator a process, and takes PrivateUse1 for it as soon as that has a name; backward over CUDA
 // tensors then stops at an internal assertion, for it looks for streams of the wrong device. Recording needs no streams, so
 // inside libtorch_cpu, where the autograd engine lives, CUDA stays the accelerator and the lazy device counts as none. The two
-// functions that say so are redirected in that library's own jump table; torch.accelerator in Python is not changed.
+// functions that say so are redirected in that library's own jump table. Those that serve Python from the same library
+// (at::accelerator::setCurrentStream and its like, behind torch.accelerator and `with torch.Stream():`) go on asking the original,
+// unless it is the engine that calls them.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <link.h>
@@ -19,11 +21,51 @@ typedef struct {
 
 enum { kCUDA = 1, kPrivateUse1 = 20 };
 
+typedef struct {
+  int64_t device, id;  // c10::Stream, as it travels in two registers
+} Stream;
+
 static uint8_t (*original_is)(int8_t);
+static OptionalDevice (*original_get)(uint8_t);
+static Stream (*original_stream)(int8_t);
+static __thread int engine_asks;
+static struct {
+  uintptr_t start, size;
+} serving[16];  // the functions that serve Python
+static int servers;
+
+static const char* const kServing[] = {
+    "11deviceCountEv",         "14setDeviceIndexEa",       "14getDeviceIndexEv",  "16setCurrentStreamEN3c106StreamE",
+    "16getCurrentStreamEa",    "17synchronizeDeviceEa",    "14exchangeDeviceEa",  "19maybeExchangeDeviceEa",
+    "19getDeviceCapabilityEa", "14emptyHostCacheEv",
+};
+
+static void note_serving(void* library) {
+  for (size_t i = 0; i < sizeof(kServing) / sizeof(*kServing); i++) {
+    char name[96] = "_ZN2at11accelerator";
+    const ElfW(Sym)* symbol = 0;
+    Dl_info info;
+    void* function = dlsym(library, strcat(name, kServing[i]));
+    if (!function || !dladdr1(function, &info, (void**)&symbol, RTLD_DL_SYMENT) || !symbol) continue;
+    serving[servers].start = (uintptr_t)function;
+    serving[servers++].size = symbol->st_size;
+  }
+}
+static int serves_python(uintptr_t caller) {
+  for (int i = 0; i < servers; i++)
+    if (caller - serving[i].start < serving[i].size) return 1;
+  return 0;
+}
 
 static OptionalDevice accelerator(uint8_t checked) {
-  (void)checked;
+  if (!engine_asks && serves_python((uintptr_t)__builtin_return_address(0))) return original_get(checked);
   return (OptionalDevice){kCUDA, 1};
+}
+static Stream stream_for_engine(int8_t index) {
+  engine_asks = 1;
+  Stream stream = original_stream(index);
+  engine_asks = 0;
+  return stream;
 }
 static uint8_t is_accelerator(int8_t type) { return type != kPrivateUse1 && original_is(type); }
 
@@ -45,10 +87,16 @@ __attribute__((visibility("default"))) int lazysched_keep_cuda(const char* path)
   const ElfW(Sym)* symbols = (const ElfW(Sym)*)table[DT_SYMTAB];
   if (!jumps || !symbols || !table[DT_STRTAB]) return 0;
   int patched = 0;
+  note_serving(library);
   for (size_t i = 0; i < table[DT_PLTRELSZ] / sizeof(*jumps); i++) {
     const char* name = (const char*)table[DT_STRTAB] + symbols[ELF64_R_SYM(jumps[i].r_info)].st_name;
     ElfW(Addr) slot = map->l_addr + jumps[i].r_offset;
-    if (!strcmp(name, "_ZN2at11accelerator14getAcceleratorEb")) {
+    if (!strcmp(name, "_ZN2at11accelerator16getCurrentStreamEa")) {
+      original_stream = (Stream(*)(int8_t))dlsym(library, name);
+      if (original_stream) redirect(slot, (void*)&stream_for_engine);
+    } else if (!strcmp(name, "_ZN2at11accelerator14getAcceleratorEb")) {
+      original_get = (OptionalDevice(*)(uint8_t))dlsym(library, name);
+      if (!original_get) continue;
       redirect(slot, (void*)&accelerator);
       patched |= 1;
     } else if (!strcmp(name, "_ZN2at11accelerator13isAcceleratorEN3c1010DeviceTypeE")) {

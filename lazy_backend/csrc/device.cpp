@@ -53,7 +53,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   // an error left uncomputed says so when it is touched.
   Stream exchangeStream(Stream s) const override {
     const auto old = getStream(s.device());
-    if (s != old) try { recorder(s.device_index()).barrier("stream", "another stream was made current"); } catch (c10::Error&) {}
+    if (s != old) try { recorder(s.device_index()).barrier("stream", "the stream was changed"); } catch (std::exception&) {}
     if (cuda_) cuda().exchangeStream(to_physical(s));
     else stream_ = s.id();
     return old;
