@@ -10,19 +10,19 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch import nn
 
 from lazy_backend import core
 
 _DEVICES = ("cpu", "cuda", "lazysched")
-_PLAIN = {torch.Tensor, nn.Parameter, nn.Buffer, nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer}
 
 
 def crosses(old: torch.Tensor, new: torch.Tensor) -> bool:
-    """Are both plain tensors, one of them on the device and the other not?"""
+    """Are both tensors of their own (not wrappers in Python), one of them on the device and the other not?"""
     kinds = (old.device.type, new.device.type)
-    plain = {type(old), type(new)} <= _PLAIN and new.layout is torch.strided is old.layout
-    return plain and kinds[0] != kinds[1] and "lazysched" in kinds and set(kinds) <= set(_DEVICES)
+    if kinds[0] == kinds[1] or "lazysched" not in kinds or not set(kinds) <= set(_DEVICES):
+        return False
+    wrapped = any(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python) for tensor in (old, new))
+    return not wrapped and new.layout is torch.strided is old.layout
 
 
 def install() -> None:

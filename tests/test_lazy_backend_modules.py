@@ -229,6 +229,13 @@ def test_hooks_and_modules_without_shapes_survive_a_move() -> None:
     assert seen == [DEVICE, DEVICE]
     lazy = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d()).to(DEVICE)
     assert lazy(torch.ones(2, 5, device=DEVICE)).device.type == DEVICE and lazy[0].weight.shape == (3, 5)
+
+    class Named(nn.Parameter):
+        """A class of the user's."""
+
+    holder = nn.Module()
+    holder.one = holder.two = named = Named(torch.ones(2))
+    assert holder.to(DEVICE).one is holder.two is named and type(named) is Named and named.device.type == DEVICE
     assert nn.Linear(2, 2, device="meta").to_empty(device=DEVICE).weight.device.type == DEVICE
 
 
