@@ -11,6 +11,7 @@ import torch
 from lazy_backend import (
     accelerator,
     api,
+    checkpoints,
     core,
     generic,
     interchange,
@@ -128,5 +129,5 @@ def register() -> None:
         for part in (streams, memory, rng):
             sys.modules[f"torch.{NAME}.{'random' if part is rng else part.__name__.rpartition('.')[2]}"] = part
         torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-    for part in (modules, generic, interchange, memory, processes, profiler, steps):
-        part.install()
+        for part in (checkpoints, modules, generic, interchange, memory, processes, profiler, steps):
+            part.install()

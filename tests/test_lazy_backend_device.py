@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 from typing import Any, Callable
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import lazy_backend  # noqa: F401 - registers the device
 from lazy_backend import core
+from lazy_backend.device import register
 from tests.children import call
 from tests.device import DEVICE, ON_GPU
 
@@ -179,7 +181,8 @@ def test_the_second_index_is_the_second_gpu() -> None:
 
 def test_names_that_torch_makes_for_the_device() -> None:
     activity = torch._C._profiler.ProfilerActivity
-    assert activity.LAZYSCHED == activity.PrivateUse1 and str(torch.device(DEVICE, 0)) == "lazysched:0"
+    assert getattr(activity, "LAZYSCHED", activity.PrivateUse1) == activity.PrivateUse1  # torch 2.11 has no such name yet
+    assert str(torch.device(DEVICE, 0)) == "lazysched:0"
     x = torch.ones(2, 2)
     assert not x.is_lazysched and x.lazysched().is_lazysched and x.lazysched(0).device.index == 0
     assert x.storage().lazysched().is_lazysched and x.untyped_storage().lazysched().is_lazysched
@@ -189,6 +192,18 @@ def test_names_that_torch_makes_for_the_device() -> None:
     with pytest.raises(RuntimeError, match="has already been set"):
         torch.utils.rename_privateuse1_backend("other")
     torch.utils.rename_privateuse1_backend(DEVICE)
+
+
+def test_a_second_registration_is_refused_by_torch() -> None:
+    for refused, said in (
+        (lambda: torch._register_device_module(DEVICE, types.ModuleType("mine")), "The runtime module of"),
+        (lambda: torch.utils.generate_methods_for_privateuse1_backend(), "The custom device module of"),
+        (lambda: torch.utils.backend_registration._get_custom_mod_func("no_such_function"), "Try to call torch.lazysched"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            refused()
+    assert torch.utils.backend_registration._get_custom_mod_func("device_count")() == torch.lazysched.device_count()
+    register()  # ours does nothing more
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import lazy_backend  # noqa: F401 - registers the device
 from tests.device import CLOSE, DEVICE
@@ -127,12 +128,13 @@ class Holder(nn.Module):
         self.modules_too = nn.ModuleList([self.first, self.second])
         self.outside = [self.first.weight]
         self.register_parameter("again", self.first.weight)
+        self.register_buffer("as_buffer", self.first.weight)
         self.register_buffer("seen", torch.zeros(2))
         self.register_buffer("seen_again", self.seen)
 
     def held(self) -> list[nn.Parameter]:
         return [self.first.weight, self.second.weight, self.listed[0], self.named["w"], self.modules_too[1].weight,
-                self.outside[0], self.again]  # fmt: skip
+                self.outside[0], self.again, self.as_buffer]  # fmt: skip
 
 
 @pytest.mark.parametrize("moves", [[DEVICE], [DEVICE, "cpu"], [DEVICE, "cpu", DEVICE, DEVICE]], ids="-".join)
@@ -197,6 +199,23 @@ def test_parametrized_and_normed_weights() -> None:
         torch.testing.assert_close(model(x).detach(), wanted, rtol=CLOSE, atol=CLOSE)
 
 
+def test_ties_below_parametrizations_and_pruning() -> None:
+    one, two = nn.Linear(3, 3), nn.Linear(3, 3)
+    two.weight = one.weight
+    for module in (one, two):
+        nn.utils.parametrize.register_parametrization(module, "weight", nn.Identity())
+    pruned = prune.l1_unstructured(nn.Linear(3, 3), "weight", amount=0.5)
+    pruned.register_parameter("bias", one.bias)
+    model = nn.ModuleList([one, two, pruned])
+    original = one.parametrizations.weight.original
+    for where in (DEVICE, "cpu", DEVICE):
+        model.to(where)
+        assert one.parametrizations.weight.original is two.parametrizations.weight.original is original
+        assert pruned.bias is one.bias and pruned.weight_mask.device.type == where == original.device.type
+    x = torch.ones(1, 3, device=DEVICE)
+    assert torch.equal(one(x) - one.bias, two(x) - two.bias) and pruned(x).device.type == DEVICE
+
+
 def test_data_takes_contents_over_the_border() -> None:
     """`p.data = p.data.to(device)`, as programs that move parameters themselves write it."""
     p = nn.Parameter(torch.arange(3.0))
@@ -251,24 +270,6 @@ def test_torchs_own_switches_for_moving(swap: bool) -> None:
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
         torch.__future__.set_overwrite_module_params_on_conversion(False)
-
-
-def test_data_parallel_is_refused_with_a_reason() -> None:
-    model = nn.Linear(2, 2)
-    wrapped = nn.DataParallel(model)
-    assert model.weight.device.type == "cpu" or torch.cuda.is_available(), "a model on the CPU stays there"
-    with pytest.raises(NotImplementedError, match="DistributedDataParallel"):
-        wrapped.to(DEVICE)(torch.ones(1, 2, device=DEVICE))
-    for refused in (lambda: nn.DataParallel(model), lambda: nn.DataParallel(model, device_ids=[0]),
-                    lambda: nn.parallel.data_parallel(model, torch.ones(1, 2), [0])):  # fmt: skip
-        with pytest.raises(NotImplementedError, match="DistributedDataParallel"):
-            refused()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="without lazysched it would use CUDA")
-def test_data_parallel_on_the_cpu_is_left_alone() -> None:
-    model = nn.Linear(2, 2)
-    assert nn.DataParallel(model)(torch.ones(1, 2)).device.type == "cpu"
 
 
 def test_state_dicts_and_copies() -> None:
