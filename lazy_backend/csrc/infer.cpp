@@ -68,33 +68,36 @@ void check_dtypes(const OpInfo& op, const IValue* args, DeviceIndex device) {
   run_on_zeros(op, args, device, cut, given);
 }
 
-// Meta kernels written in Python may promise other layouts than the op gives. What eager mode refuses for zeros, it decides itself.
+// Meta kernels written in Python may promise other layouts than the op gives, or refuse calls that it takes. What it refuses for
+// zeros, eager mode decides.
 void correct(const OpInfo& op, const IValue* args, DeviceIndex device, Stack& given, Inference& known) {
   Stack after;
   try {
     const auto real = run_on_zeros(op, args, device, [](const at::Tensor& t) { return t.sizes().vec(); }, after);
-    for (size_t r = 0; r < real.size(); r++)
-      if (op.return_alias[r] < 0)
-        known.returns[r] = map_tensors(real[r], [](const at::Tensor& t) { return t.defined() ? to_meta(t) : t; });
+    known.returns.clear();
+    for (const auto& v : real)
+      known.returns.push_back(map_tensors(v, [](const at::Tensor& t) { return t.defined() ? to_meta(t) : t; }));
     given = after;
-  } catch (const c10::OutOfMemoryError&) {  // the device is full now: Meta's word has to do
   } catch (const std::exception&) {
     known.refusal = "it fails for zeros, so that it has to see the values";
   }
 }
 
-// Calls the op; false where it has no Meta kernel, in C++ or Python, or that refuses the call: then eager mode decides.
-bool call_meta(const OpInfo& op, Stack& stack) {
+enum class Meta { Good, Refuses, Missing };
+
+Meta call_meta(const OpInfo& op, Stack& stack) {
   try {
     op.handle.callBoxed(&stack);
+  } catch (const c10::NotImplementedError&) {
+    return Meta::Missing;
   } catch (python_error& e) {
     pybind11::gil_scoped_acquire gil;
     if (!PyErr_GivenExceptionMatches(e.type, PyExc_Exception)) throw;
-    return false;
+    return PyErr_GivenExceptionMatches(e.type, PyExc_NotImplementedError) ? Meta::Missing : Meta::Refuses;
   } catch (const std::exception&) {
-    return false;
+    return Meta::Refuses;
   }
-  return true;
+  return Meta::Good;
 }
 
 // Torch functions of the user's Python must not see Meta calls.
@@ -122,8 +125,10 @@ InferencePtr infer(const OpInfo& op, const IValue* args, DeviceIndex device) {
   if (op.indexing && boolean_index(op, args)) return result;  // index_put_: Meta refuses masks, but the result is `self` anyhow
   Stack given = meta_args(op, args);
   result->returns = given;
-  if (!call_meta(op, result->returns)) {
-    result->refusal = "its result's shape cannot be inferred without running it (no Meta kernel, or one that refuses this call)";
+  const auto meta = call_meta(op, result->returns);
+  if (meta == Meta::Missing || (meta == Meta::Refuses && !op.corrected)) {
+    result->refusal = meta == Meta::Missing ? "it has no Meta kernel, so that its result's shape is not known before it runs"
+                                            : "its Meta kernel refuses this call, so that eager mode decides";
     return result;
   }
   if (op.checks_dtypes) check_dtypes(op, args, device);

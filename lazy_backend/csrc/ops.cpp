@@ -214,7 +214,7 @@ void keep_whole(torch::Library& m) {
   auto boxed = [&](const std::string& name) { m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&record_boxed>()); };
   for (const char* name :
        {"native_layer_norm", "native_group_norm", "convolution", "convolution_backward", "binary_cross_entropy_with_logits",
-        "silu_backward", "mish_backward", "native_channel_shuffle", "_convolution"})
+        "silu_backward", "mish_backward", "native_channel_shuffle", "_convolution", "_grouped_mm"})
     boxed(name);
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
     if (name.name.rfind("aten::_foreach_", 0) != 0) continue;
@@ -242,6 +242,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("is_set_to", TORCH_FN(at::native::is_set_to));
   m.impl("record_stream", record_stream);
   m.impl("histc", histc);
+  // The device has no nested tensors: an encoder that would make some computes the padding too.
+  m.impl("_nested_tensor_from_mask_left_aligned", [](const Tensor&, const Tensor&) { return false; });
   keep_whole(m);
 }
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {

@@ -90,6 +90,14 @@ struct Runner {
     return count_bytes(fresh.copy_(got).storage());
   }
 
+  // The tensor that an earlier argument of the op made of the same operand.
+  const IValue* made(const Instr& in, size_t i) const {
+    const Arg* args = trace.args.data() + in.args;
+    for (size_t j = 0; j < i && args[i].kind == ArgKind::Tensor; j++)
+      if (args[j].kind == ArgKind::Tensor && args[j].first == args[i].first) return &stack[j];
+    return nullptr;
+  }
+
   // `slot`: that of the op's first new output.
   void take_results(const Instr& in, const int32_t* slot) {
     const Operand* want = trace.operands.data() + in.outs;
@@ -108,7 +116,11 @@ struct Runner {
     const Instr& in = trace.instrs[index];
     stack.clear();
     const int32_t* slot = call.slots.data();
-    for (size_t i = 0; i < in.op->args.size(); i++) stack.push_back(argument(trace.args[in.args + i], in, slot));
+    for (size_t i = 0; i < in.op->args.size(); i++) {
+      const IValue* before = made(in, i);
+      if (before) slot++;
+      stack.push_back(before ? IValue(*before) : argument(trace.args[in.args + i], in, slot));
+    }
     {
       std::optional<LentState> lent;
       const bool lend = in.generator >= 0 && !in.op->generator_arg;
