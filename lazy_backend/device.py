@@ -15,6 +15,7 @@ from lazy_backend import (
     core,
     generic,
     interchange,
+    lazy_tensors,
     memory,
     modules,
     processes,
@@ -129,5 +130,5 @@ def register() -> None:
         for part in (streams, memory, rng):
             sys.modules[f"torch.{NAME}.{'random' if part is rng else part.__name__.rpartition('.')[2]}"] = part
         torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-        for part in (checkpoints, modules, generic, interchange, memory, processes, profiler, steps):
+        for part in (checkpoints, modules, generic, interchange, lazy_tensors, memory, processes, profiler, steps):
             part.install()

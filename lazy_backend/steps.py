@@ -1,16 +1,15 @@
-"""The automatic barrier after `optimizer.step()`, and `torch._lazy`'s waiting. Imports torch and `lazy_backend` parts below."""
+"""The automatic barrier after `optimizer.step()`. Imports torch and `lazy_backend.core`."""
 
 from __future__ import annotations
 
-import functools
-from typing import Any, Sequence
+from typing import Any
 
 import torch
 import torch._lazy
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ir_nodes import settings
-from lazy_backend import api, core
+from lazy_backend import core
 
 
 def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -27,15 +26,3 @@ def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def install() -> None:
     register_optimizer_step_post_hook(after_step)
-    original = torch._lazy.wait_device_ops
-    if hasattr(original, "_lazysched"):
-        return
-
-    @functools.wraps(original)
-    def wait_device_ops(devices: Sequence[str] | None = None) -> None:
-        original(devices)
-        if core.is_started():
-            api.wait_device_ops()
-
-    wait_device_ops._lazysched = True  # type: ignore[attr-defined]
-    torch._lazy.wait_device_ops = wait_device_ops

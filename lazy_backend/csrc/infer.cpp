@@ -40,32 +40,21 @@ Stack meta_args(const OpInfo& op, const IValue* args) {
   return metas;
 }
 
-// Runs the op on the physical device, on zeros of the layout that size(tensor) cuts each tensor down to.
-template <class F>
-Stack run_on_zeros(const OpInfo& op, const IValue* args, DeviceIndex device, F&& size, Stack& given) {
+// Runs the op on the physical device, on zeros of the same layout; if `tiny`, with each size cut to 1.
+Stack run_on_zeros(const OpInfo& op, const IValue* args, DeviceIndex device, bool tiny, Stack& given) {
   auto zeros = [&](const at::Tensor& t) {
     if (!is_lazy(t)) return t;
-    const std::vector<int64_t> sizes = size(t);
+    auto sizes = t.sizes().vec();
+    for (auto& n : sizes) n = tiny ? std::min<int64_t>(n, 1) : n;
     auto bytes = physical_bytes(at::detail::computeStorageNbytes(sizes, t.strides(), t.element_size()), device);
     bytes_of(bytes).zero_();
     return alias_storage(bytes, t.scalar_type(), sizes, t.strides(), 0, t.is_conj(), t.is_neg());
   };
   for (size_t i = 0; i < op.args.size(); i++)
     given.push_back(args[i].isDevice() ? IValue(physical_device(device)) : map_tensors(args[i], zeros));
-  Stack stack = given;
+  Stack stack = given;  // `given` holds on to them, see Runner::run
   op.handle.callBoxed(&stack);
   return stack;
-}
-
-// Meta does not check every dtype. A run on the physical device with each size cut to 1 raises what eager would raise.
-void check_dtypes(const OpInfo& op, const IValue* args, DeviceIndex device) {
-  Stack given;
-  auto cut = [](const at::Tensor& t) {
-    auto sizes = t.sizes().vec();
-    for (auto& n : sizes) n = std::min<int64_t>(n, 1);
-    return sizes;
-  };
-  run_on_zeros(op, args, device, cut, given);
 }
 
 // Meta kernels written in Python may promise other layouts than the op gives, or refuse calls that it takes. What it refuses for
@@ -73,7 +62,7 @@ void check_dtypes(const OpInfo& op, const IValue* args, DeviceIndex device) {
 void correct(const OpInfo& op, const IValue* args, DeviceIndex device, Stack& given, Inference& known) {
   Stack after;
   try {
-    const auto real = run_on_zeros(op, args, device, [](const at::Tensor& t) { return t.sizes().vec(); }, after);
+    const auto real = run_on_zeros(op, args, device, false, after);
     known.returns.clear();
     for (const auto& v : real)
       known.returns.push_back(map_tensors(v, [](const at::Tensor& t) { return t.defined() ? to_meta(t) : t; }));
@@ -131,7 +120,8 @@ InferencePtr infer(const OpInfo& op, const IValue* args, DeviceIndex device) {
                                             : "its Meta kernel refuses this call, so that eager mode decides";
     return result;
   }
-  if (op.checks_dtypes) check_dtypes(op, args, device);
+  Stack tiny;
+  if (op.checks_dtypes) run_on_zeros(op, args, device, true, tiny);  // Meta does not check every dtype
   if (op.corrected) correct(op, args, device, given, *result);
   for (size_t i = 0; i < op.args.size(); i++) {
     if (!op.args[i].writes || !is_tensor(given[i])) continue;

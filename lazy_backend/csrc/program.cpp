@@ -90,11 +90,16 @@ struct Runner {
     return count_bytes(fresh.copy_(got).storage());
   }
 
-  // The tensor that an earlier argument of the op made of the same operand.
+  // An earlier tensor that is the same as this one. Attention asks whether key and query are one tensor.
   const IValue* made(const Instr& in, size_t i) const {
     const Arg* args = trace.args.data() + in.args;
-    for (size_t j = 0; j < i && args[i].kind == ArgKind::Tensor; j++)
-      if (args[j].kind == ArgKind::Tensor && args[j].first == args[i].first) return &stack[j];
+    auto reads = [&](size_t a) { return args[a].kind == ArgKind::Tensor && !in.op->args[a].writes; };
+    auto same = [&](const Operand& a, const Operand& b) {
+      return a.buffer == b.buffer && a.offset == b.offset && a.dtype == b.dtype && a.conj == b.conj && a.neg == b.neg &&
+             trace.sizes(a) == trace.sizes(b) && trace.strides(a) == trace.strides(b);
+    };
+    for (size_t j = 0; j < i && reads(i); j++)
+      if (reads(j) && same(trace.operands[args[j].first], trace.operands[args[i].first])) return &stack[j];
     return nullptr;
   }
 

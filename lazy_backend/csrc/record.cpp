@@ -316,15 +316,6 @@ void Recorder::record(const OpInfo& op, Stack* stack) {
   else if (limit) barrier(limit == kLent ? "lent" : "limit", limit);
 }
 
-// The first argument that is read and the very tensor that argument `i` is. Attention asks whether key and query are one tensor.
-static size_t same_tensor(const OpInfo& op, const IValue* args, size_t i) {
-  auto reads = [&](size_t a) { return op.args[a].kind == ArgKind::Tensor && !op.args[a].writes && is_tensor(args[a]); };
-  if (!reads(i) || args[i].unsafeToTensorImpl()->device_type() != kLazy) return i;
-  for (size_t j = 0; j < i; j++)
-    if (reads(j) && args[j].unsafeToTensorImpl() == args[i].unsafeToTensorImpl()) return j;
-  return i;
-}
-
 // Returns why the recording has to run now, else null.
 const char* Recorder::append(const OpInfo& op, const IValue* args, c10::ArrayRef<at::Tensor> outs, hash_t call) {
   static thread_local std::vector<uint64_t> words;
@@ -343,11 +334,7 @@ const char* Recorder::append(const OpInfo& op, const IValue* args, c10::ArrayRef
   instr.site = site;
   instr.sequence = static_cast<int64_t>(at::sequence_number::peek());
   instr.backward = backward;
-  for (size_t i = 0; i < op.args.size(); i++) {
-    const size_t same = same_tensor(op, args, i);
-    if (same == i) t.add_arg(op.args[i], args[i], instr, words);
-    else words.push_back(static_cast<uint64_t>(t.operands[t.args.emplace_back(t.args[instr.args + same]).first].buffer));
-  }
+  for (size_t i = 0; i < op.args.size(); i++) t.add_arg(op.args[i], args[i], instr, words);
   if (op.random) {
     if (instr.generator < 0) instr.generator = t.number(default_generator_buffer(index), words);
     words.push_back(static_cast<uint64_t>(instr.generator));
