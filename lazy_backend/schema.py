@@ -52,12 +52,8 @@ _KINDS = {
 _NUMBERS = (ArgKind.SCALAR, ArgKind.SCALAR_LIST, ArgKind.FLOAT_LIST)
 # Their int returns are sizes that Meta knows.
 _RETURN_SIZES = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")
-# Beside pointwise ops: those that refuse some dtypes only when they run.
-_CHECKED_BY_RUNNING = frozenset("mm bmm addmm baddbmm addbmm addmv dot _softmax _log_softmax mean nll_loss_forward".split())
 # Their Meta kernels promise other shapes than the real ones give.
 _META_IS_WRONG = ("_embedding_bag",)
-# Their kernels for the CPU give `out` other strides than they found.
-_RESTRIDES = ("replication_pad", "reflection_pad")
 # The shape of their results depends on the data where an index is a mask.
 _MASKED = ("index", "_unsafe_index")
 
@@ -67,8 +63,7 @@ class OpSchema:
     """Fields of `OpInfo` in csrc/core.h, in the order in which `read_schema` in csrc/bind.cpp takes them.
 
     ``args``: kind, and whether the op writes it. ``return_alias``: the argument that a return is, -1 for a new tensor.
-    ``checks_dtypes``: some dtypes are refused only when it runs. ``masks_matter``: data-dependent only for boolean indices.
-    ``corrected``: its Meta kernel may be wrong about layouts, so the op is tried once on zeros.
+    ``masks_matter``: data-dependent only for boolean indices.
     """
 
     args: list[tuple[int, bool]]
@@ -77,44 +72,39 @@ class OpSchema:
     random: bool
     generator_arg: bool
     view: bool
-    checks_dtypes: bool
     indexing: bool
     masks_matter: bool
-    corrected: bool
 
 
 def read(target: str) -> OpSchema:
     """What the core wants to know of ``target`` ("aten::add.out"). Raises KeyError for an op that torch does not know."""
     schema = ops.schema(target)
-    space, name, over = ops.split(target)
-    tags = torch._C._get_operation_overload(f"{space}::{name}", over)[2]
+    space, name, _ = ops.split(target)
     base = name if space == "aten" else ""
     kinds = arg_kinds(schema, base)
     aliases = [info for info in (item.alias_info for item in schema.returns) if info is not None]
-    random = torch.Tag.nondeterministic_seeded in tags or ArgKind.GENERATOR in kinds
     return OpSchema(
         [(int(kind), ops.written_mode(target, index) != "r") for index, kind in enumerate(kinds)],
         [alias_of(schema, item.alias_info) for item in schema.returns],
-        int(recordable(schema, base, tags)),
-        random,
+        int(recordable(schema, base, tags_of(target))),
+        is_random(target),
         ArgKind.GENERATOR in kinds,
         any(not info.is_write for info in aliases),
-        not random and (torch.Tag.pointwise in tags or base in _CHECKED_BY_RUNNING),
         ArgKind.OPT_TENSOR_LIST in kinds,
         base in _MASKED,
-        not random and torch.Tag.pointwise not in tags
-        and (base.startswith(_RESTRIDES) or (makes_tensors(schema) and not shares_meta(target))),
     )
 
 
-def makes_tensors(schema: torch._C.FunctionSchema) -> bool:
-    return any(item.alias_info is None for item in schema.returns)
+def is_random(target: str) -> bool:
+    """Does the op draw from a generator?"""
+    return torch.Tag.nondeterministic_seeded in tags_of(target) or any(
+        kind_of(str(arg.type)) is ArgKind.GENERATOR for arg in ops.schema(target).arguments
+    )
 
 
-def shares_meta(target: str) -> bool:
-    """Has ``target`` a Meta kernel in C++? Then it is the shape function of its other kernels, or made of such."""
-    found = [line for line in torch._C._dispatch_dump(target).splitlines() if line.startswith("Meta:")]
-    return bool(found) and ".cpp" in found[0]
+def tags_of(target: str) -> list[torch.Tag]:
+    space, name, over = ops.split(target)
+    return torch._C._get_operation_overload(f"{space}::{name}", over)[2]
 
 
 def arg_kinds(schema: torch._C.FunctionSchema, base: str) -> list[ArgKind]:

@@ -17,8 +17,8 @@ void register_lazy_core();
 
 namespace {
 
-// What Python gave: compile(trace, device), log(barrier's fields), read_schema(name). Kept for ever: the core may outlive Python.
-py::object *compiler_ = nullptr, *logger_ = nullptr, *schema_reader_ = nullptr;
+// What Python gave: compile(trace, device), log(barrier's fields), read_schema(name), infer(op, arguments). Kept for ever: the core may outlive Python.
+py::object *compiler_ = nullptr, *logger_ = nullptr, *schema_reader_ = nullptr, *inferrer_ = nullptr;
 
 auto keeper(py::object*& slot) {
   return [&slot](py::object f) { delete std::exchange(slot, new py::object(std::move(f))); };
@@ -148,17 +148,33 @@ ProgramPtr compile_trace(Trace& trace, DeviceIndex device) {
   }
 }
 
+void infer_in_python(const OpInfo& op, const IValue* args, const Stack& metas, DeviceIndex device, Inference& known) {
+  py::gil_scoped_acquire gil;
+  TORCH_CHECK(inferrer_, "lazysched: the native core cannot infer shapes; import lazy_backend, not its parts");
+  auto tuple = [&](const IValue* values) {
+    py::tuple all(metas.size());
+    for (size_t i = 0; i < metas.size(); i++) all[i] = torch::jit::toPyObject(values[i]);
+    return all;
+  };
+  using Row = std::tuple<std::string, py::list, std::vector<std::pair<size_t, at::Tensor>>>;
+  const auto place = torch::jit::toPyObject(physical_device(device));
+  auto [refusal, returns, resized] = (*inferrer_)(op.name, tuple(args), tuple(metas.data()), place).cast<Row>();
+  known.refusal = refusal;
+  known.resized = resized;
+  for (size_t r = 0; r < returns.size(); r++)
+    known.returns.push_back(torch::jit::toIValue(returns[r], op.handle.schema().returns()[r].type()));
+}
+
 void read_schema(OpInfo& op) {
   py::gil_scoped_acquire gil;
   TORCH_CHECK(schema_reader_, "lazysched: the native core has no schema reader; import lazy_backend, not its parts");
-  using Row = std::tuple<std::vector<std::pair<int, bool>>, std::vector<int>, int, bool, bool, bool, bool, bool, bool, bool>;
-  auto [args, aliases, recordable, random, generator, view, checks, indexing, masks, corrected] =
-      (*schema_reader_)(op.name).cast<Row>();
+  using Row = std::tuple<std::vector<std::pair<int, bool>>, std::vector<int>, int, bool, bool, bool, bool, bool>;
+  auto [args, aliases, recordable, random, generator, view, indexing, masks] = (*schema_reader_)(op.name).cast<Row>();
   for (auto [kind, writes] : args) op.args.push_back({static_cast<ArgKind>(kind), writes});
   op.return_alias = aliases;
   op.recordable = static_cast<Recordable>(recordable);
   op.random = random, op.generator_arg = generator, op.view = view;
-  op.checks_dtypes = checks, op.indexing = indexing, op.masks_matter = masks, op.corrected = corrected;
+  op.indexing = indexing, op.masks_matter = masks;
 }
 
 }  // namespace lazysched
@@ -174,6 +190,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_compiler", keeper(compiler_));
   m.def("set_logger", keeper(logger_));
   m.def("set_schema_reader", keeper(schema_reader_));
+  m.def("set_inferrer", keeper(inferrer_));
   m.def("barrier", [](DeviceIndex i, const char* kind, const std::string& reason) { recorder(i).barrier(kind, reason); },
         py::call_guard<py::gil_scoped_release>());
   m.def("count", &count);

@@ -102,8 +102,7 @@ struct OpInfo {
   std::vector<ArgInfo> args;
   std::vector<int> return_alias;  // argument that a return is (-1: a new tensor)
   Recordable recordable = Recordable::Yes;
-  bool random = false, generator_arg = false, view = false, checks_dtypes = false, indexing = false, masks_matter = false;
-  bool corrected = false;
+  bool random = false, generator_arg = false, view = false, indexing = false, masks_matter = false;
   int handed_back(size_t r) const { return view ? -1 : return_alias[r]; }  // the argument that return `r` is, or -1
 };
 const OpInfo& op_info(const c10::OperatorHandle& op);  // may take the GIL
@@ -146,7 +145,7 @@ struct Inference {
   Stack returns;                                      // what is not an argument handed back is right here
   std::vector<std::pair<size_t, at::Tensor>> resized;  // written arguments that take a new shape
 };
-// May run Python's Meta kernels.
+// May run Python.
 std::shared_ptr<const Inference> inference(const OpInfo& op, const IValue* args, hash_t call, DeviceIndex device);
 bool boolean_index(const OpInfo& op, const IValue* args);
 
@@ -233,6 +232,7 @@ void count(const std::string& counter);  // in torch._lazy.metrics
 // These call Python; they take the GIL.
 void log_barrier(const char* kind, const std::string& reason, const Site& site, size_t ops, double milliseconds, bool hit);
 ProgramPtr compile_trace(Trace& trace, DeviceIndex device);
+void infer_in_python(const OpInfo& op, const IValue* args, const Stack& metas, DeviceIndex device, Inference& known);
 
 // Below every key that could divert a physical op back to Python, autograd or autocast; on the device's physical twin.
 struct PlainDispatch {
