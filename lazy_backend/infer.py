@@ -9,23 +9,34 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import torch
+import torch._prims_common
 
 from ir_nodes import ops
 from lazy_backend import core, schema
 
 Tensor = torch.Tensor
+Arguments = tuple[Any, ...]
 Answer = tuple[str, list[Any], list[tuple[int, Tensor]]]
 """Why the op cannot be recorded ("": it can); its returns, tensors on Meta; written arguments that take another layout."""
 
 # Beside pointwise ops: those that refuse some dtypes only when they run.
-_CHECKED_BY_RUNNING = frozenset("mm bmm addmm baddbmm addbmm addmv dot _softmax _log_softmax mean nll_loss_forward".split())
-# Their kernels for the CPU give `out` other strides than they found.
-_RESTRIDES = ("replication_pad", "reflection_pad")
+_CHECKED_BY_RUNNING = frozenset(
+    "mm bmm addmm baddbmm addbmm addmv dot _softmax _log_softmax mean nll_loss_forward _linalg_svd _linalg_det _linalg_slogdet "
+    "_linalg_eigh _linalg_solve_ex linalg_qr linalg_lu linalg_lu_factor_ex linalg_inv_ex linalg_cholesky_ex".split()
+)
+# Their kernels for the CPU give `out` other strides than they found; that of `svd` gives other strides on CUDA than Meta says.
+_RESTRIDES = ("replication_pad", "reflection_pad", "_linalg_svd")
 MOST_BYTES = 1 << 26
 """Ops on more bytes are not tried on zeros: Meta's word has to do, and where it is wrong the result is copied."""
+MISSING = "it has no Meta kernel, so that its result's shape is not known before it runs"
+REFUSED = "its Meta kernel refuses this call, so that eager mode decides"
+
+
+class Refusal(Exception):
+    """Why a call is not recorded. Run at once, the physical kernel says in its own words what is wrong, if anything is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +45,7 @@ class Doubts:
 
     dtypes: bool
     layouts: bool
+    pointwise: bool
 
 
 @functools.cache
@@ -41,44 +53,74 @@ def doubts(target: str) -> Doubts:
     base = ops.split(target)[1]
     pointwise = torch.Tag.pointwise in schema.tags_of(target)
     if schema.is_random(target):
-        return Doubts(False, False)
-    makes = any(item.alias_info is None for item in ops.schema(target).returns)
+        return Doubts(base.endswith("_"), False, pointwise)
+    spec = ops.schema(target)
+    makes = any(item.alias_info is None for item in spec.returns) or any(arg.is_out for arg in spec.arguments)
     layouts = not pointwise and (base.startswith(_RESTRIDES) or (makes and not shares_meta(target)))
-    return Doubts(pointwise or base in _CHECKED_BY_RUNNING, layouts)
+    return Doubts(pointwise or base in _CHECKED_BY_RUNNING, layouts, pointwise)
 
 
+@functools.cache
 def shares_meta(target: str) -> bool:
     """Has ``target`` a Meta kernel in C++? Then it is the shape function of its other kernels, or made of such."""
     found = [line for line in torch._C._dispatch_dump(target).splitlines() if line.startswith("Meta:")]
     return bool(found) and ".cpp" in found[0]
 
 
-def infer(target: str, args: tuple[Any, ...], metas: tuple[Any, ...], device: torch.device) -> Answer:
+def infer(target: str, args: Arguments, metas: Arguments, device: torch.device) -> Answer:
     """``args`` are the op's arguments in schema order, ``metas`` the same with tensors on Meta; ``device`` is the physical one.
 
-    The core calls it below autograd and autocast. What eager mode would refuse is a reason not to record: run at once, the
-    physical kernel then says it in its own words.
+    The core calls it below autograd and autocast, once for each hash of a call.
     """
-    given = metas
     try:
-        returns = call(target, metas)
-    except Exception:
-        return "its result's shape cannot be inferred without running it (no Meta kernel, or one that refuses this call)", [], []
+        given, returns = layouts(target, args, metas, device)
+        return "", [to_meta(item) for item in returns], relaid(target, args, given)
+    except Refusal as refusal:
+        return str(refusal), [], []
+
+
+def layouts(target: str, args: Arguments, metas: Arguments, device: torch.device) -> tuple[Arguments, list[Any]]:
+    """Stand-ins for the arguments after the call, and for its returns. Raises Refusal."""
     doubt = doubts(target)
     try:
-        if doubt.dtypes:
-            call(target, map_tensors(args, lambda t: zeros_like(t, device, [min(n, 1) for n in t.shape])))
-        if doubt.layouts and bytes_of(args) <= MOST_BYTES:
-            given = map_tensors(args, lambda t: zeros_like(t, device, t.shape))
-            returns = call(target, given)
-    except torch.OutOfMemoryError:  # the device is full now: Meta's word has to do
-        given = metas
+        given, returns = metas, call(target, metas)
+    except NotImplementedError:
+        raise Refusal(MISSING) from None
     except Exception:
-        return "it fails for zeros, so that it has to see the values", [], []
-    return "", [to_meta(item) for item in returns], relaid(target, args, given)
+        if not doubt.layouts:
+            raise Refusal(REFUSED) from None
+        given, returns = (), []
+    if not all(is_plain(item) for item in leaves(returns)):
+        raise Refusal("it gives a tensor that is not strided")
+    try:
+        if doubt.dtypes:
+            try_on_device(target, args, device, doubt, lambda n: min(n, 1))
+        if doubt.layouts and (not given or bytes_of(args) <= MOST_BYTES):
+            return try_on_device(target, args, device, doubt, lambda n: n)
+    except torch.OutOfMemoryError:
+        if not given:
+            raise Refusal(REFUSED) from None
+        return given, returns  # the device is full now: Meta's word has to do
+    except Exception:
+        raise Refusal("it fails for zeros, so that it has to see the values") from None
+    if doubt.pointwise and not shares_meta(target):
+        returns = [restrided(given, item) if isinstance(item, Tensor) else item for item in returns]
+    return given, returns
 
 
-def call(target: str, args: tuple[Any, ...]) -> list[Any]:
+def try_on_device(
+    target: str, args: Arguments, device: torch.device, doubt: Doubts, cut: Callable[[int], int]
+) -> tuple[Arguments, list[Any]]:
+    """Run the op on zeros with each size cut, or, where it may divide by them, on tiny numbers. What it draws nobody misses."""
+    byte = 1 if doubt.pointwise else 0
+    given = tuple(map_tensors(arg, lambda t: filled(t, device, [cut(n) for n in t.shape], byte)) for arg in args)
+    given = tuple(device if isinstance(arg, torch.device) else arg for arg in given)
+    devices = [device.index or 0] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices, enabled=schema.is_random(target)):
+        return given, call(target, given)
+
+
+def call(target: str, args: Arguments) -> list[Any]:
     """The op's returns. ``args`` in schema order."""
     specs = ops.schema(target).arguments
     named = {spec.name: arg for spec, arg in zip(specs, args) if spec.kwarg_only}
@@ -98,19 +140,30 @@ def map_tensors(value: Any, make: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def zeros_like(tensor: Tensor, device: torch.device, size: Any) -> Tensor:
-    """Zeros of ``size`` on ``device``, with the strides of ``tensor``."""
+def filled(tensor: Tensor, device: torch.device, size: list[int], byte: int) -> Tensor:
+    """A tensor of ``size`` on ``device`` with the strides of ``tensor``, of nothing but this byte."""
     strides = tensor.stride()
     count = 0 if 0 in size else 1 + sum((n - 1) * stride for n, stride in zip(size, strides))
-    made = torch.zeros(count, dtype=tensor.dtype, device=device).as_strided(size, strides)
+    raw = torch.full((count * tensor.element_size(),), byte, dtype=torch.uint8, device=device)
+    made = raw.view(tensor.dtype).as_strided(size, strides)
     made = torch._conj(made) if tensor.is_conj() else made
     return torch._neg_view(made) if tensor.is_neg() else made
 
 
-def bytes_of(value: Any) -> int:
+def leaves(value: Any) -> Iterator[Tensor]:
     if isinstance(value, (tuple, list)):
-        return sum(bytes_of(item) for item in value)
-    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
+        for item in value:
+            yield from leaves(item)
+    elif isinstance(value, Tensor):
+        yield value
+
+
+def is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+
+
+def bytes_of(value: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in leaves(value))
 
 
 def to_meta(value: Any) -> Any:
@@ -124,26 +177,39 @@ def to_meta(value: Any) -> Any:
     return torch._neg_view(made) if value.is_neg() else made
 
 
-def relaid(target: str, args: tuple[Any, ...], given: tuple[Any, ...]) -> list[tuple[int, Tensor]]:
-    """Written arguments whose layout the op changed, with the new one."""
+def relaid(target: str, args: Arguments, given: Arguments) -> list[tuple[int, Tensor]]:
+    """Written arguments whose layout the op changed, with the new one. Raises Refusal."""
     found = []
     for index, (before, after) in enumerate(zip(args, given)):
         if not isinstance(before, Tensor) or ops.written_mode(target, index) == "r":
             continue
-        if before.shape != after.shape:
-            found.append((index, resized(target, given, after)))
-        elif before.stride() != after.stride():  # kernels for the CPU may do that
+        resized = before.shape != after.shape
+        if torch._debug_has_internal_overlap(after) == 1 or (resized and not may_resize(target, args, index)):
+            raise Refusal("its output has fewer elements than its result")
+        if resized:
+            found.append((index, restrided(given, after) if doubts(target).pointwise else to_meta(after)))
+        elif doubts(target).layouts and before.stride() != after.stride():  # kernels for the CPU may do that
             found.append((index, to_meta(after)))
     return found
 
 
-def resized(target: str, given: tuple[Any, ...], out: Tensor) -> Tensor:
-    """Meta kernels in Python resize an output to contiguous strides; a pointwise op gives it those of its first operand."""
-    if torch.Tag.pointwise in schema.tags_of(target):
-        for index, operand in enumerate(given):
-            if isinstance(operand, Tensor) and ops.written_mode(target, index) == "r" and operand.shape == out.shape:
-                return torch.empty_like(operand, device="meta")
-    return to_meta(out)
+def may_resize(target: str, args: Arguments, index: int) -> bool:
+    """May the op give this argument another size? Not where it is an input too."""
+    alone = sum(1 for arg in args if arg is args[index]) == 1 and ops.schema(target).arguments[index].kwarg_only
+    return alone or torch.Tag.inplace_view in schema.tags_of(target)
+
+
+def restrided(given: Arguments, out: Tensor) -> Tensor:
+    """Meta kernels in Python give a result contiguous strides; real pointwise kernels take them from their operands."""
+    operands = [arg for arg in given if isinstance(arg, Tensor) and arg is not out]
+    if all(operand.shape == out.shape and operand.is_contiguous() for operand in operands):
+        return torch.empty(out.shape, dtype=out.dtype, device="meta")  # whatever strides their dimensions of size 1 have
+    try:
+        shaped = [operand.expand(out.shape) for operand in operands if operand.dim() or not out.dim()]
+        strides = torch._prims_common.compute_elementwise_output_strides(*shaped)
+    except (RuntimeError, ValueError):  # operands that do not broadcast to the result
+        return to_meta(out)
+    return torch.empty_strided(out.shape, strides, dtype=out.dtype, device="meta")
 
 
 def install(native: ModuleType) -> None:
