@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import Any, Callable, Iterator
 
 import torch
-import torch._prims_common
 
 from ir_nodes import ops
 from lazy_backend import core, schema
@@ -29,6 +28,7 @@ _CHECKED_BY_RUNNING = frozenset(
 )
 # Their kernels for the CPU give `out` other strides than they found; that of `svd` gives other strides on CUDA than Meta says.
 _RESTRIDES = ("replication_pad", "reflection_pad", "_linalg_svd")
+_PROBES: dict[int, Callable[..., Tensor]] = {1: torch.neg, 2: torch.add, 3: torch.addcmul}
 MOST_BYTES = 1 << 26
 """Ops on more bytes are not tried on zeros: Meta's word has to do, and where it is wrong the result is copied."""
 MISSING = "it has no Meta kernel, so that its result's shape is not known before it runs"
@@ -41,11 +41,13 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Doubts:
-    """What Meta is not trusted with. ``dtypes``: the real kernel refuses some; ``layouts``: it may give others."""
+    """What Meta is not trusted with. ``dtypes``: the real kernel refuses some; ``layouts``: only the real kernel knows them;
+    ``strides``: of a pointwise op, whose real kernel takes them from the operands."""
 
     dtypes: bool
     layouts: bool
     pointwise: bool
+    strides: bool
 
 
 @functools.cache
@@ -53,11 +55,11 @@ def doubts(target: str) -> Doubts:
     base = ops.split(target)[1]
     pointwise = torch.Tag.pointwise in schema.tags_of(target)
     if schema.is_random(target):
-        return Doubts(base.endswith("_"), False, pointwise)
+        return Doubts(base.endswith("_"), False, pointwise, False)
     spec = ops.schema(target)
     makes = any(item.alias_info is None for item in spec.returns) or any(arg.is_out for arg in spec.arguments)
     layouts = not pointwise and (base.startswith(_RESTRIDES) or (makes and not shares_meta(target)))
-    return Doubts(pointwise or base in _CHECKED_BY_RUNNING, layouts, pointwise)
+    return Doubts(pointwise or base in _CHECKED_BY_RUNNING, layouts, pointwise, pointwise and not shares_meta(target))
 
 
 @functools.cache
@@ -103,7 +105,7 @@ def layouts(target: str, args: Arguments, metas: Arguments, device: torch.device
         return given, returns  # the device is full now: Meta's word has to do
     except Exception:
         raise Refusal("it fails for zeros, so that it has to see the values") from None
-    if doubt.pointwise and not shares_meta(target):
+    if doubt.strides:
         returns = [restrided(given, item) if isinstance(item, Tensor) else item for item in returns]
     return given, returns
 
@@ -187,7 +189,7 @@ def relaid(target: str, args: Arguments, given: Arguments) -> list[tuple[int, Te
         if torch._debug_has_internal_overlap(after) == 1 or (resized and not may_resize(target, args, index)):
             raise Refusal("its output has fewer elements than its result")
         if resized:
-            found.append((index, restrided(given, after) if doubts(target).pointwise else to_meta(after)))
+            found.append((index, restrided(given, after) if doubts(target).strides else to_meta(after)))
         elif doubts(target).layouts and before.stride() != after.stride():  # kernels for the CPU may do that
             found.append((index, to_meta(after)))
     return found
@@ -200,15 +202,17 @@ def may_resize(target: str, args: Arguments, index: int) -> bool:
 
 
 def restrided(given: Arguments, out: Tensor) -> Tensor:
-    """Meta kernels in Python give a result contiguous strides; real pointwise kernels take them from their operands."""
-    operands = [arg for arg in given if isinstance(arg, Tensor) and arg is not out]
-    if all(operand.shape == out.shape and operand.is_contiguous() for operand in operands):
-        return torch.empty(out.shape, dtype=out.dtype, device="meta")  # whatever strides their dimensions of size 1 have
+    """Meta kernels in Python give a result contiguous strides; real pointwise kernels take them from their operands.
+
+    So an op with as many operands, whose Meta kernel shares the real one's iterator, is asked instead.
+    """
+    operands = [torch.empty_strided(arg.shape, arg.stride(), device="meta") for arg in given
+                if isinstance(arg, Tensor) and arg is not out]
+    probe = _PROBES.get(len(operands))
     try:
-        shaped = [operand.expand(out.shape) for operand in operands if operand.dim() or not out.dim()]
-        strides = torch._prims_common.compute_elementwise_output_strides(*shaped)
-    except (RuntimeError, ValueError):  # operands that do not broadcast to the result
-        return to_meta(out)
+        strides = probe(*operands).expand(out.shape).stride() if probe else out.stride()
+    except RuntimeError:  # they do not broadcast to the result
+        strides = out.stride()
     return torch.empty_strided(out.shape, strides, dtype=out.dtype, device="meta")
 
 
