@@ -15,8 +15,14 @@ import torch.utils.dlpack
 from lazy_backend import core
 
 
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Has it no bytes of its own? Fake tensors, those of `torch.func`, subclasses that hold others."""
+    python = torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
+    return python or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def is_ours(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, torch.Tensor) and tensor.device.type == "lazysched"
+    return tensor.device.type == "lazysched" and tensor.layout is torch.strided and not is_wrapper(tensor)
 
 
 def lent(tensor: torch.Tensor, for_ever: bool = False) -> torch.Tensor:

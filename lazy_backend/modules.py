@@ -1,6 +1,6 @@
 """Lets a tensor take over another's contents across the device's border, as torch does between the devices that it knows.
 
-Imports torch and `lazy_backend.core` only. `nn.Module.to` fills the old Parameter (`parameter.data = moved`) where torch says
+Imports torch and `lazy_backend` parts below it. `nn.Module.to` fills the old Parameter (`parameter.data = moved`) where torch says
 that the two are compatible, which it never does for PrivateUse1: it would make a new Parameter at each place that holds one,
 so that tied weights come apart without an error and an optimizer made before keeps the old ones.
 """
@@ -12,17 +12,17 @@ import functools
 import torch
 
 from lazy_backend import core
+from lazy_backend.interchange import is_wrapper
 
 _DEVICES = ("cpu", "cuda", "lazysched")
 
 
 def crosses(old: torch.Tensor, new: torch.Tensor) -> bool:
-    """Are both tensors of their own (not wrappers in Python), one of them on the device and the other not?"""
+    """Are both tensors of their own, one of them on the device and the other not?"""
     kinds = (old.device.type, new.device.type)
     if kinds[0] == kinds[1] or "lazysched" not in kinds or not set(kinds) <= set(_DEVICES):
         return False
-    wrapped = any(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python) for tensor in (old, new))
-    return not wrapped and new.layout is torch.strided is old.layout
+    return new.layout is torch.strided is old.layout and not is_wrapper(old) and not is_wrapper(new)
 
 
 def install() -> None:

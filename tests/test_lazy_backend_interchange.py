@@ -7,6 +7,7 @@ import gc
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lazy_backend
 from lazy_backend import core
@@ -101,6 +102,15 @@ def test_numpy_refuses_what_eager_refuses(name: str) -> None:
 def test_forced_numpy_is_a_copy(name: str) -> None:
     x = REFUSED[name](DEVICE)
     assert x.numpy(force=True).tolist() == x.detach().cpu().resolve_conj().tolist()
+
+
+def test_tensors_without_bytes_are_refused() -> None:
+    with pytest.raises((RuntimeError, TypeError)):
+        torch.vmap(lambda row: row.numpy())(torch.ones(2, 2, device=DEVICE))
+    with FakeTensorMode(), pytest.raises((RuntimeError, TypeError)):
+        torch.ones(2, device=DEVICE).numpy()
+    with pytest.raises((RuntimeError, ValueError)):
+        torch.func.grad(lambda x: torch.from_dlpack(x).sum())(torch.ones(2, device=DEVICE))
 
 
 @needs_gpu

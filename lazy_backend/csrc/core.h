@@ -51,7 +51,7 @@ struct Buffer final : c10::intrusive_ptr_target {
   at::Generator generator;
   std::shared_ptr<const std::string> error;  // why its value could never be computed
   void check() const { TORCH_CHECK(!error, *error); }
-  bool is_lent() const { return lent > (physical.use_count() > 1 ? 0 : 1); }
+  bool is_lent() const { return lent && (lent > 1 || physical.use_count() > 1); }
 };
 using BufferPtr = c10::intrusive_ptr<Buffer>;
 
