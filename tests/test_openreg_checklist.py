@@ -117,6 +117,13 @@ def test_views_share_addresses() -> None:
     assert x[1:].data_ptr() == address + 4 and x.clone().data_ptr() != address and x.is_set_to(x.view(100))
 
 
+def test_lazy_clones_are_two() -> None:
+    x = arange(DEVICE, 3)
+    y = x._lazy_clone()
+    y.add_(1)
+    assert x.tolist() == [0, 1, 2] and y.tolist() == [1, 2, 3]
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}, {"batch_first": True}], ids=str)
 def test_recurrent_nets(kind: type[nn.Module], options: dict[str, Any]) -> None:
