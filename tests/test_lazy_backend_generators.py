@@ -17,6 +17,11 @@ from tests.device import DEVICE, ON_GPU
 needs_cpu = pytest.mark.skipif(ON_GPU, reason="a GPU's random numbers are not the CPU's")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def started() -> None:
+    torch.lazysched.init()  # torch 2.11 does not start a device when a generator is its first use
+
+
 def draw(generator: torch.Generator | None = None, count: int = 4) -> list[float]:
     return torch.rand(count, device=DEVICE, generator=generator).tolist()
 

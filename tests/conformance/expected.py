@@ -23,6 +23,10 @@ class Row:
 
 
 ROWS: tuple[Row, ...] = (
+    Row("::test_values_asin_lazysched_float32", "a fused kernel contracts 1 - x * x to one FMA, which near 1 is more exact than "
+        "eager mode's two roundings: 1e-5 apart", device="cuda"),
+    Row("::test_values_torch_ops_aten__efficient_attention_forward_lazysched_float32", "eager mode leaves the seed of its "
+        "dropout on the CPU, here every result is a tensor of the device", device="cuda"),
     Row("::test_values__native_batch_norm_legit_lazysched_float32", "to mend"),
     Row("::test_values_native_batch_norm_lazysched_float32", "to mend"),
     Row("::test_values_fft_rfftn_lazysched_float32", "to mend"),

@@ -14,7 +14,7 @@ from torch.testing._internal.common_optimizers import OptimizerInfo, optim_db, o
 from torch.testing._internal.common_utils import TestCase
 
 import lazy_backend
-from tests.conformance.eager import DEVICE, EAGER, on_cpu
+from tests.conformance.eager import DEVICE, EAGER, on_cpu, outcome, same_error
 
 Kwargs = dict[str, Any]
 STEPS = 4
@@ -28,6 +28,7 @@ def flavours(info: OptimizerInfo) -> list[Kwargs]:
     """The for-loop, foreach, fused and capturable forms of ``info``, each with every set of arguments that PyTorch tests."""
     inputs = [given.kwargs for given in info.optim_inputs_func("cuda")]  # its list of capturable ones too
     flags = [flag for flag in ("foreach", "fused") if flag in info.supported_impls]
+    flags = [flag for flag in flags if flag != "fused" or EAGER in info.supports_fused_on]
     every = [{flag: False for flag in flags}, *({flag: True} for flag in flags)] if flags else [{}]
     return [{**kwargs, **chosen} for kwargs in inputs for chosen in every if allowed(kwargs, chosen)]
 
@@ -45,14 +46,16 @@ def as_eager(kwargs: Kwargs) -> Kwargs:
     return {name: name != "foreach" and value for name, value in kwargs.items() if name != "capturable"}
 
 
-def model_on(device: str) -> nn.Module:
+def model_on(device: str, info: OptimizerInfo) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 3, bias=False)).to(device)
+    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 3, bias=False)).to(device)
+    # LBFGS divides differences of gradients: the last bit of a float32, which a GPU's fused kernels may round otherwise, grows.
+    return model.double() if EAGER == "cuda" and info.optim_cls is torch.optim.LBFGS else model
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     weight = next(model.parameters())
-    x = torch.linspace(-1, 1, 20).reshape(5, 4).to(weight.device)
+    x = torch.linspace(-1, 1, 20).reshape(5, 4).to(weight)
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -68,9 +71,28 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def trained(info: OptimizerInfo, kwargs: Kwargs, device: str) -> list[torch.Tensor]:
-    model = model_on(device)
+    model = model_on(device, info)
     optimizer = info.optim_cls(model.parameters(), **copy.deepcopy(kwargs))
     for _ in range(STEPS):
+        step(model, optimizer)
+    return on_cpu(list(model.parameters()))
+
+
+def resumed(info: OptimizerInfo, kwargs: Kwargs, source: str, target: str) -> list[torch.Tensor]:
+    """As `trained` on ``target``, but for the first two steps, which ``source`` made and saved."""
+    model = model_on(source, info)
+    optimizer = info.optim_cls(model.parameters(), **kwargs)
+    for _ in range(2):
+        step(model, optimizer)
+    file = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), file)
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=True)
+    model = model_on(target, info)
+    model.load_state_dict(weights)
+    optimizer = info.optim_cls(model.parameters(), **kwargs)
+    optimizer.load_state_dict(state)
+    for _ in range(STEPS - 2):
         step(model, optimizer)
     return on_cpu(list(model.parameters()))
 
@@ -87,42 +109,37 @@ class TestOptimizers(TestCase):
         """A state_dict through a file, from the device or from eager mode, goes on where it was taken."""
         for kwargs in flavours(optim_info)[:3]:
             wanted = trained(optim_info, kwargs, EAGER)
+            refused = outcome(lambda k=kwargs: resumed(optim_info, k, EAGER, EAGER))
             for source in (DEVICE, EAGER):
-                model = model_on(source)
-                optimizer = optim_info.optim_cls(model.parameters(), **kwargs)
-                for _ in range(2):
-                    step(model, optimizer)
-                file = io.BytesIO()
-                torch.save((model.state_dict(), optimizer.state_dict()), file)
-                file.seek(0)
-                weights, state = torch.load(file, weights_only=True)
-                model = model_on(DEVICE)
-                model.load_state_dict(weights)
-                optimizer = optim_info.optim_cls(model.parameters(), **kwargs)
-                optimizer.load_state_dict(state)
-                for _ in range(STEPS - 2):
-                    step(model, optimizer)
-                self.assertEqual(on_cpu(list(model.parameters())), wanted, msg=lambda text, k=kwargs: f"{k}: {text}")
+                ours = outcome(lambda k=kwargs, source=source: resumed(optim_info, k, source, DEVICE))
+                if isinstance(refused, Exception):  # some releases of PyTorch lose track of where a state belongs
+                    self.assertTrue(same_error(ours, refused), f"{ours!r}, eager mode: {refused!r}")
+                else:
+                    self.assertEqual(ours, wanted, msg=lambda text, k=kwargs: f"{k}: {text}")
 
     @optims([info for info in DENSE if info.supports_param_groups], dtypes=[torch.float32])
     def test_param_groups(self, device, dtype, optim_info):
-        results = []
-        for where in (DEVICE, EAGER):
-            model = model_on(where)
+        def run(where):
+            model = model_on(where, optim_info)
             first, second = model.parameters()
             optimizer = optim_info.optim_cls([{"params": [first], "lr": 0.1}], lr=0.01)
             optimizer.add_param_group({"params": [second]})
             for _ in range(STEPS):
                 step(model, optimizer)
-            results.append(on_cpu(list(model.parameters())))
-        self.assertEqual(*results)
+            return list(model.parameters())
+
+        ours, theirs = (outcome(lambda where=where: run(where)) for where in (DEVICE, EAGER))
+        if isinstance(theirs, Exception):
+            self.assertTrue(same_error(ours, theirs), f"{ours!r}, eager mode: {theirs!r}")
+        else:
+            self.assertEqual(ours, theirs)
 
     @optims(DENSE, dtypes=[torch.float32])
     def test_compiles_nothing_after_warm_up(self, device, dtype, optim_info):
         if optim_info.optim_cls is torch.optim.LBFGS:
             self.skipTest("LBFGS reads its loss and decides by it in Python")
         for kwargs in flavours(optim_info)[:3]:
-            model = model_on(DEVICE)
+            model = model_on(DEVICE, optim_info)
             optimizer = optim_info.optim_cls(model.parameters(), **kwargs)
             for _ in range(8 if optim_info.optim_cls.__name__ in CHANGES_FORMULA else 3):
                 step(model, optimizer)
