@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 
 import numpy as np
 import pytest
@@ -182,3 +183,36 @@ def test_numbers_and_text() -> None:
     ):  # fmt: skip
         wanted, got = "".join(repr(make("cpu")).split()), "".join(repr(make(DEVICE)).split())
         assert got.replace(",device='lazysched:0'", "") == wanted and "device='lazysched:0'" in got
+
+
+def random_program(device: str, seed: int) -> list[list[float]]:
+    """Random writes by ops and by NumPy over tensors, views and arrays, the same for every device; what all of them hold."""
+    choose = random.Random(seed)
+    tensors, arrays = [torch.arange(6.0).to(device), torch.ones(6).to(device)], []
+    for _ in range(25):
+        one, other, action = choose.choice(tensors), choose.choice(tensors), choose.randrange(8)
+        if action == 0:
+            tensors.append(one + other)
+        elif action == 1:
+            one.add_(other)
+        elif action == 2:
+            one[1:3].mul_(0.5)
+        elif action == 3:
+            arrays.append(one.numpy())
+        elif action == 4 and arrays:
+            choose.choice(arrays)[choose.randrange(3) :] += 1
+        elif action == 5:
+            tensors.append(one.flip(0))
+        elif action == 6 and arrays:
+            arrays.pop(choose.randrange(len(arrays)))
+        elif action == 7 and len(tensors) > 2:
+            tensors.pop(choose.randrange(len(tensors)))
+        if choose.random() < 0.1 and device == DEVICE:
+            lazy_backend.mark_step()
+    return [item.tolist() for item in (*tensors, *arrays)]
+
+
+@needs_cpu
+@pytest.mark.parametrize("seed", range(50))
+def test_random_writes_from_both_sides(seed: int) -> None:
+    assert random_program(DEVICE, seed) == random_program("cpu", seed)
