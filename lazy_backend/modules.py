@@ -1,7 +1,7 @@
 """Lets a tensor take over another's contents across the device's border, as torch does between the devices that it knows.
 
-Imports torch and `lazy_backend` parts below it. `nn.Module.to` fills the old Parameter (`parameter.data = moved`) where torch says
-that the two are compatible, which it never does for PrivateUse1: it would make a new Parameter at each place that holds one,
+Imports torch and `lazy_backend` parts below it. `nn.Module.to` fills the old Parameter (`parameter.data = moved`) where torch
+says that the two are compatible, which it never does for PrivateUse1: it would make a new Parameter at each place that holds one,
 so that tied weights come apart without an error and an optimizer made before keeps the old ones.
 """
 

@@ -44,9 +44,16 @@ struct NoTorchFunction {
   const at::impl::TorchFunctionDisabledState before = TLS::get_disabled_state();
 };
 
+// What the user did wrong is said when the op itself is recorded or run.
+struct Silent final : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
 InferencePtr infer(const OpInfo& op, const IValue* args, DeviceIndex device) {
   PlainDispatch plain(device);
   NoTorchFunction python_is_off;
+  Silent silent;
+  c10::WarningUtils::WarningHandlerGuard warnings(&silent);
   stats[kInfers]++;
   auto result = std::make_shared<Inference>();
   // index_put_: Meta refuses masks, but the result is `self` anyhow
