@@ -60,6 +60,8 @@ def doubts(target: str) -> Doubts:
     spec = ops.schema(target)
     makes = any(item.alias_info is None for item in spec.returns) or any(arg.is_out for arg in spec.arguments)
     layouts = not pointwise and (base.startswith(_RESTRIDES) or (makes and not shares_meta(target)))
+    if base.startswith(schema.RETURN_SIZES):  # attention's backward on CUDA reads its seed in host memory, where zeros are not
+        layouts = False
     return Doubts(pointwise or base in _CHECKED_BY_RUNNING, layouts, pointwise, pointwise and not shares_meta(target))
 
 

@@ -51,9 +51,7 @@ _KINDS = {
 }
 _NUMBERS = (ArgKind.SCALAR, ArgKind.SCALAR_LIST, ArgKind.FLOAT_LIST)
 # Their int returns are sizes that Meta knows.
-_RETURN_SIZES = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")
-# Their Meta kernels promise other shapes than the real ones give.
-_META_IS_WRONG = ("_embedding_bag",)
+RETURN_SIZES = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")
 # The shape of their results depends on the data where an index is a mask.
 _MASKED = ("index", "_unsafe_index")
 
@@ -141,10 +139,8 @@ def same_alias(one: Any, other: Any) -> bool:
 
 
 def recordable(schema: torch._C.FunctionSchema, base: str, tags: list[torch.Tag]) -> Recordable:
-    if base.startswith(_META_IS_WRONG):
-        return Recordable.NO
     returns = {str(item.type) for item in schema.returns}
-    if not returns <= {"Tensor", "List[Tensor]"} and not base.startswith(_RETURN_SIZES):
+    if not returns <= {"Tensor", "List[Tensor]"} and not base.startswith(RETURN_SIZES):
         return Recordable.RETURNS_NUMBER
     if base in _MASKED or torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags:
         return Recordable.DATA_DEPENDENT

@@ -159,7 +159,8 @@ Tensor flash_on_cuda(const Tensor& q, const Tensor& k, const Tensor& v, double p
   const auto n = q.size(-1);
   auto pad = [&](const Tensor& t) { return n % 8 ? at::constant_pad_nd(t, {0, 8 - n % 8}) : t; };
   const double factor = scale.value_or(1 / std::sqrt(static_cast<double>(n)));
-  return std::get<0>(at::_scaled_dot_product_flash_attention(pad(q), pad(k), pad(v), p, causal, false, factor)).slice(-1, 0, n);
+  auto out = std::get<0>(at::_scaled_dot_product_flash_attention(pad(q), pad(k), pad(v), p, causal, false, factor));
+  return n % 8 ? out.slice(-1, 0, n) : out;
 }
 
 Tensor sdpa(const Tensor& q, const Tensor& k, const Tensor& v, Mask mask, double p, bool causal, Scale scale, bool gqa) {
@@ -181,7 +182,8 @@ int64_t sdp_choice_stub(const Tensor& q, const Tensor& k, const Tensor& v, Mask 
 
 // CUDA counts integers too, and libraries choose this op for every device but the CPU.
 Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
-  auto counts = at::empty({0}, self.is_floating_point() ? self.options() : self.options().dtype(at::kDouble));
+  const bool cast = physical_type() == c10::kCPU && !self.is_floating_point();
+  auto counts = at::empty({0}, cast ? self.options().dtype(at::kDouble) : self.options());
   return at::histc_out(counts, self.to(counts.scalar_type()), bins, min, max).to(self.scalar_type());
 }
 
@@ -214,7 +216,7 @@ void keep_whole(torch::Library& m) {
   auto boxed = [&](const std::string& name) { m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&record_boxed>()); };
   for (const char* name :
        {"native_layer_norm", "native_group_norm", "convolution", "convolution_backward", "binary_cross_entropy_with_logits",
-        "silu_backward", "mish_backward", "native_channel_shuffle", "_convolution", "_grouped_mm"})
+        "silu_backward", "mish_backward", "native_channel_shuffle", "_convolution", "_grouped_mm", "pixel_shuffle", "pixel_unshuffle"})
     boxed(name);
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
     if (name.name.rfind("aten::_foreach_", 0) != 0) continue;
