@@ -4,6 +4,8 @@
 #   make demo DEMO_ARGS="--device cpu"   the same training without lazysched; DEMO_ARGS go to examples/train_gpt.py
 #   make test TEST_ARGS="-k settings"    TEST_ARGS go to pytest
 #   make conformance CONFORMANCE_ARGS="--processes 8"
+#   make fuzz FUZZ_ARGS="--calls 20000"  random programs of PyTorch's op samples against the physical device
+#   make torchcts TORCHCTS_ARGS="--write"  TorchCTS, another project's suite; --write renews docs/torchcts.md
 #   PYTHON=python3.12                    the interpreter, 3.10 or newer
 #   VENV=folder                          the environment; VENV=none: PYTHON's own packages, nothing is installed
 #   TORCH=torch==2.12.0                  another torch
@@ -16,6 +18,8 @@ TORCH_INDEX ?= $(if $(GPU),,$(call reachable,https://download.pytorch.org/whl/cp
 DEMO_ARGS ?=
 TEST_ARGS ?=
 CONFORMANCE_ARGS ?=
+FUZZ_ARGS ?=
+TORCHCTS_ARGS ?=
 
 # Recursive on purpose: asked only where something is installed.
 GPU = $(shell command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep GPU)
@@ -30,7 +34,7 @@ RUN = $(VENV)/bin/python
 STAMP = $(VENV)/.lazysched
 endif
 
-.PHONY: demo test conformance setup clean
+.PHONY: demo test conformance fuzz torchcts setup clean
 
 demo: $(STAMP)
 	$(RUN) examples/train_gpt.py $(DEMO_ARGS)
@@ -40,6 +44,14 @@ test: $(STAMP)
 
 conformance: $(STAMP)
 	$(RUN) -m tests.conformance $(CONFORMANCE_ARGS)
+
+fuzz: $(STAMP)
+	$(RUN) -m tests.conformance.fuzz $(FUZZ_ARGS)
+
+# Without its dependencies: it asks for an older torch.
+torchcts: $(STAMP)
+	$(if $(STAMP),$(RUN) -m pip install --disable-pip-version-check --quiet --no-deps torchcts==0.4.1 psutil expecttest mpmath)
+	$(RUN) -m tests.conformance.cts $(TORCHCTS_ARGS)
 
 setup: $(STAMP)
 

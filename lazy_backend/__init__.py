@@ -14,7 +14,7 @@ for _name in ("ir_nodes", "barriers", "codegen"):
             "Remove that folder from sys.path or uninstall it."
         )
 
-from lazy_backend import debug, flush, infer  # noqa: F401  (the last two give the native core what it calls)
+from lazy_backend import debug, flush, infer, layouts  # noqa: F401  (the last three give the native core what it calls)
 from lazy_backend.api import barriers, mark_step, stats, sync, wait_device_ops
 from lazy_backend.device import register
 from lazy_backend.report import metrics_report

@@ -52,6 +52,7 @@ _KINDS = {
 _NUMBERS = (ArgKind.SCALAR, ArgKind.SCALAR_LIST, ArgKind.FLOAT_LIST)
 # Their int returns are sizes that Meta knows.
 RETURN_SIZES = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")
+_NOT_RESIZED = ("normal",)  # eager mode does not resize its `out`, as Meta does
 # The shape of their results depends on the data where an index is a mask.
 _MASKED = ("index", "_unsafe_index")
 
@@ -139,6 +140,8 @@ def same_alias(one: Any, other: Any) -> bool:
 
 
 def recordable(schema: torch._C.FunctionSchema, base: str, tags: list[torch.Tag]) -> Recordable:
+    if base in _NOT_RESIZED:
+        return Recordable.NO
     returns = {str(item.type) for item in schema.returns}
     if not returns <= {"Tensor", "List[Tensor]"} and not base.startswith(RETURN_SIZES):
         return Recordable.RETURNS_NUMBER

@@ -199,8 +199,6 @@ WISHES: dict[str, Callable[[], Any]] = {
     "a device index that does not exist": lambda: torch.ones(3, device="lazysched:99"),
     "the CPU's generator": lambda: torch.randn(3, device=DEVICE, generator=torch.Generator()),
     "the device's generator on the CPU": lambda: torch.randn(3, generator=torch.Generator(device=DEVICE)),
-    "to_sparse": lambda: torch.ones(3, device=DEVICE).to_sparse(),
-    "sparse_coo_tensor": lambda: torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), (2,), device=DEVICE),
     "to_mkldnn": lambda: torch.ones(3, device=DEVICE).to_mkldnn(),
 }
 

@@ -1,6 +1,7 @@
 // Infers shapes: has infer.py run an op on Meta once per (op, layouts, constants), and remembers what it said.
 #include "core.h"
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 
 #include <shared_mutex>
@@ -13,7 +14,10 @@ constexpr size_t kRemembered = 100000;
 
 at::Tensor to_meta(const at::Tensor& t) {
   if (t.unsafeGetTensorImpl()->is_wrapped_number()) return t;  // Python numbers stay on the CPU, also for Meta
-  auto m = at::empty_strided(t.sizes(), t.strides(), at::TensorOptions().dtype(t.scalar_type()).device(c10::kMeta));
+  const auto options = at::TensorOptions().dtype(t.scalar_type()).device(c10::kMeta);
+  auto m = t.storage_offset() == 0 ? at::empty_strided(t.sizes(), t.strides(), options)
+                                   : at::empty({static_cast<int64_t>(t.storage().nbytes() / t.element_size())}, options)
+                                         .as_strided(t.sizes(), t.strides(), t.storage_offset());
   if (t.is_conj()) m._set_conj(true);
   if (t.is_neg()) m._set_neg(true);
   return m;

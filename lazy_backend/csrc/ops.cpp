@@ -177,7 +177,7 @@ Tensor sdpa(const Tensor& q, const Tensor& k, const Tensor& v, Mask mask, double
 
 int64_t sdp_choice_stub(const Tensor& q, const Tensor& k, const Tensor& v, Mask mask, double p, bool causal, Scale scale,
                         bool gqa) {
-  return static_cast<int64_t>(sdp_choice(q, k, v, mask, p, causal, scale, gqa));
+  return static_cast<int64_t>(q.is_nested() ? Backend::math : sdp_choice(q, k, v, mask, p, causal, scale, gqa));
 }
 
 // CUDA counts integers too, and libraries choose this op for every device but the CPU.
@@ -211,15 +211,17 @@ std::tuple<Tensor, Tensor> gru_cell(const Tensor& in, const Tensor& hidden, cons
   return {(hx - fresh) * update + fresh, Tensor()};
 }
 
-// Ops with a composite kernel that would fall apart before it reaches us.
+// Ops with a composite kernel that would fall apart before it reaches us, or takes our memory for the CPU's.
 void keep_whole(torch::Library& m) {
   auto boxed = [&](const std::string& name) { m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&record_boxed>()); };
   for (const char* name :
        {"native_layer_norm", "native_group_norm", "convolution", "convolution_backward", "binary_cross_entropy_with_logits",
-        "silu_backward", "mish_backward", "native_channel_shuffle", "_convolution", "_grouped_mm", "pixel_shuffle", "pixel_unshuffle"})
+        "silu_backward", "mish_backward", "native_channel_shuffle", "_convolution", "_grouped_mm", "pixel_shuffle", "pixel_unshuffle",
+        "addr", "addr.out", "mode", "mode.values", "conj_physical_", "conj_physical.out", "_grid_sampler_2d_cpu_fallback",
+        "_grid_sampler_2d_cpu_fallback_backward", "choose_qparams_optimized", "_saturate_weight_to_fp16"})
     boxed(name);
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
-    if (name.name.rfind("aten::_foreach_", 0) != 0) continue;
+    if (name.name.rfind("aten::_foreach_", 0) != 0 && name.name.rfind("aten::_sobol_engine", 0) != 0) continue;
     boxed(name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name));
   }
 }

@@ -1,5 +1,6 @@
 // Records one op: hash, shapes, operands, new outputs. Runs for every op.
 #include "core.h"
+#include <ATen/MemoryOverlap.h>
 #include <ATen/SequenceNumber.h>
 #include <ATen/ops/_local_scalar_dense_native.h>
 #include <c10/core/DefaultDtype.h>
@@ -283,10 +284,14 @@ void take_shape(const at::Tensor& t, const at::Tensor& meta) {
   t.unsafeGetTensorImpl()->set_sizes_and_strides(meta.sizes(), meta.strides());
 }
 
-at::Tensor make_view(const at::Tensor& source, const at::Tensor& meta) {
-  const auto bytes = source.storage_offset() * static_cast<int64_t>(source.element_size());
-  const auto offset = bytes / static_cast<int64_t>(meta.element_size()) + meta.storage_offset();
-  return alias_storage(source.storage(), meta.scalar_type(), meta.sizes(), meta.strides(), offset, meta.is_conj(), meta.is_neg());
+// Does the op write a tensor that another argument overlaps in part? Eager mode refuses most of these.
+bool overlaps(const OpInfo& op, const IValue* args) {
+  auto tensor = [&](size_t i) { return op.args[i].kind == ArgKind::Tensor && is_tensor(args[i]); };
+  auto status = [&](size_t a, size_t b) { return at::get_overlap_status(args[a].unsafeToTensorImpl(), args[b].unsafeToTensorImpl()); };
+  for (size_t w = 0; w < op.args.size(); w++)
+    for (size_t i = 0; i < op.args.size() && op.args[w].writes && tensor(w); i++)
+      if (i != w && tensor(i) && status(w, i) == at::MemOverlapStatus::Partial) return true;
+  return false;
 }
 
 }  // namespace
@@ -295,13 +300,14 @@ constexpr char kLent[] = "another library sees the memory of an operand";
 
 void Recorder::record(const OpInfo& op, Stack* stack) {
   const IValue* args = stack->data() + stack->size() - op.args.size();
+  if (overlaps(op, args)) return run_now(op, stack, "unrecordable", op.name + ": its output overlaps an input");
   const auto call = hash_call(op, args);
   const auto known = inference(op, args, call, index);
   if (!known->refusal.empty()) return run_now(op, stack, "unrecordable", op.name + ": " + known->refusal);
   for (const auto& [arg, meta] : known->resized) take_shape(args[arg].toTensor(), meta);
   c10::SmallVector<at::Tensor, 4> outs;
   auto make = [&](const at::Tensor& m) {
-    if (op.view) return make_view(args[0].toTensor(), m);
+    if (op.view) return alias_storage(args[0].toTensor().storage(), m);
     return outs.emplace_back(m.defined() ? make_lazy(m.sizes(), m.strides(), m.scalar_type(), index) : m);
   };
   c10::SmallVector<IValue, 4> returns;
