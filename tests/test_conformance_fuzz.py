@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.conformance import fuzz
 from tests.conformance.fuzz_program import LENGTH, Program
 
-CALLS = 250
+CALLS = 200
 
 
 def test_random_programs_give_what_they_give_on_the_physical_device() -> None:

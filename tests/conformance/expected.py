@@ -27,12 +27,6 @@ ROWS: tuple[Row, ...] = (
         "eager mode's two roundings: 1e-5 apart", device="cuda"),
     Row("::test_values_torch_ops_aten__efficient_attention_forward_lazysched_float32", "eager mode leaves the seed of its "
         "dropout on the CPU, here every result is a tensor of the device", device="cuda"),
-    Row("::test_values__native_batch_norm_legit_lazysched_float32", "to mend"),
-    Row("::test_values_native_batch_norm_lazysched_float32", "to mend"),
-    Row("::test_values_fft_rfftn_lazysched_float32", "to mend"),
-    Row("::test_values_linalg_eig_lazysched_float32", "to mend"),
-    Row("::test_values_sparse_sampled_addmm_lazysched_float32", "to mend"),
-    Row("::test_values_to_sparse_lazysched_float32", "to mend"),
 )
 
 
