@@ -35,8 +35,9 @@ def keep_cuda() -> None:
         library = ctypes.CDLL(str(build()))
     except (native.NativeBuildError, OSError) as error:
         raise AcceleratorError(f"lazysched can't keep CUDA's autograd working beside its device ({ISSUE}): {error}") from error
-    torch_cpu = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    if library.lazysched_keep_cuda(str(torch_cpu).encode()) != 1:
+    folder = Path(torch.__file__).parent / "lib"
+    libraries = [str(folder / f"libtorch_{part}.so").encode() for part in ("cpu", "python")]
+    if library.lazysched_keep_cuda(*libraries) != 1:
         raise AcceleratorError(
             f"lazysched does not know this build of torch {torch.__version__}: "
             f"backward over CUDA tensors fails beside it ({ISSUE})"

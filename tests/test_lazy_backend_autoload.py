@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lazy_backend  # noqa: F401  (registers the device)
+from lazy_backend import accelerator
 from tests.device import DEVICE
 
 ROOT = str(children.ROOT)
@@ -104,3 +105,20 @@ def test_a_wrong_setting_does_not_break_torch_but_the_first_use(installed: list[
     assert done.stdout == "2.0\n" and done.returncode != 0
     if torch.version.cuda is None:
         assert "LAZYSCHED_ENGINE='steam' is not valid: it takes auto, aten, triton" in done.stderr.splitlines()[-1]
+
+
+INTEGERS = """
+import ctypes, torch
+torch.utils.rename_privateuse1_backend("other")
+assert torch.device(0).type == "other"
+libraries = [f"{torch.__path__[0]}/lib/libtorch_{part}.so".encode() for part in ("cpu", "python")]
+assert ctypes.CDLL(SHIM).lazysched_keep_cuda(*libraries)
+print(torch.device(0), torch.accelerator.current_accelerator(), torch.device("other", 0))
+"""
+
+
+def test_beside_cuda_an_integer_goes_on_naming_a_cuda_device() -> None:
+    """Programs written for CUDA say `x.to(0)`; the shim that is loaded beside CUDA leaves them alone."""
+    program = INTEGERS.replace("SHIM", repr(str(accelerator.build())))
+    done = children.run(program, variables={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
+    assert done.stdout == "cuda:0 other other:0\n", done.stderr

@@ -5,7 +5,7 @@
 // inside libtorch_cpu, where the autograd engine lives, CUDA stays the accelerator and the lazy device counts as none. The two
 // functions that say so are redirected in that library's own jump table. Those that serve Python from the same library
 // (at::accelerator::setCurrentStream and its like, behind torch.accelerator and `with torch.Stream():`) go on asking the original,
-// unless it is the engine that calls them.
+// unless it is the engine that calls them. In libtorch_python an integer goes on naming a CUDA device.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <link.h>
@@ -75,8 +75,37 @@ static void redirect(ElfW(Addr) slot, void* target) {
   *(void**)slot = target;
 }
 
-// Returns 1 where both functions were found and redirected in the library at `path`, which is loaded already.
-__attribute__((visibility("default"))) int lazysched_keep_cuda(const char* path) {
+// An integer names a device of the current accelerator: in programs for CUDA, `x.to(0)` has to go on meaning cuda:0.
+static OptionalDevice accelerator_of_an_integer(uint8_t checked) {
+  return checked ? (OptionalDevice){kCUDA, 1} : original_get(checked);
+}
+
+static int patched;
+typedef void (*Visit)(void* library, const char* name, ElfW(Addr) slot);
+
+static void in_libtorch_cpu(void* library, const char* name, ElfW(Addr) slot) {
+  if (!strcmp(name, "_ZN2at11accelerator16getCurrentStreamEa")) {
+    original_stream = (Stream(*)(int8_t))dlsym(library, name);
+    if (original_stream) redirect(slot, (void*)&stream_for_engine);
+  } else if (!strcmp(name, "_ZN2at11accelerator14getAcceleratorEb")) {
+    original_get = (OptionalDevice(*)(uint8_t))dlsym(library, name);
+    if (!original_get) return;
+    redirect(slot, (void*)&accelerator);
+    patched |= 1;
+  } else if (!strcmp(name, "_ZN2at11accelerator13isAcceleratorEN3c1010DeviceTypeE")) {
+    original_is = (uint8_t(*)(int8_t))dlsym(library, name);
+    if (!original_is) return;
+    redirect(slot, (void*)&is_accelerator);
+    patched |= 2;
+  }
+}
+static void in_libtorch_python(void* library, const char* name, ElfW(Addr) slot) {
+  (void)library;
+  if (!strcmp(name, "_ZN2at11accelerator14getAcceleratorEb")) redirect(slot, (void*)&accelerator_of_an_integer);
+}
+
+// Every function that the library at `path`, which is loaded already, calls through its jump table.
+static void* visit_jumps(const char* path, Visit visit) {
   void* library = dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
   struct link_map* map = 0;
   if (!library || dlinfo(library, RTLD_DI_LINKMAP, &map)) return 0;
@@ -86,25 +115,16 @@ __attribute__((visibility("default"))) int lazysched_keep_cuda(const char* path)
   const ElfW(Rela)* jumps = (const ElfW(Rela)*)table[DT_JMPREL];
   const ElfW(Sym)* symbols = (const ElfW(Sym)*)table[DT_SYMTAB];
   if (!jumps || !symbols || !table[DT_STRTAB]) return 0;
-  int patched = 0;
+  for (size_t i = 0; i < table[DT_PLTRELSZ] / sizeof(*jumps); i++)
+    visit(library, (const char*)table[DT_STRTAB] + symbols[ELF64_R_SYM(jumps[i].r_info)].st_name, map->l_addr + jumps[i].r_offset);
+  return library;
+}
+
+// Returns 1 where the functions that matter to autograd were found and redirected.
+__attribute__((visibility("default"))) int lazysched_keep_cuda(const char* libtorch_cpu, const char* libtorch_python) {
+  void* library = visit_jumps(libtorch_cpu, &in_libtorch_cpu);
+  if (!library || patched != 3) return 0;
   note_serving(library);
-  for (size_t i = 0; i < table[DT_PLTRELSZ] / sizeof(*jumps); i++) {
-    const char* name = (const char*)table[DT_STRTAB] + symbols[ELF64_R_SYM(jumps[i].r_info)].st_name;
-    ElfW(Addr) slot = map->l_addr + jumps[i].r_offset;
-    if (!strcmp(name, "_ZN2at11accelerator16getCurrentStreamEa")) {
-      original_stream = (Stream(*)(int8_t))dlsym(library, name);
-      if (original_stream) redirect(slot, (void*)&stream_for_engine);
-    } else if (!strcmp(name, "_ZN2at11accelerator14getAcceleratorEb")) {
-      original_get = (OptionalDevice(*)(uint8_t))dlsym(library, name);
-      if (!original_get) continue;
-      redirect(slot, (void*)&accelerator);
-      patched |= 1;
-    } else if (!strcmp(name, "_ZN2at11accelerator13isAcceleratorEN3c1010DeviceTypeE")) {
-      original_is = (uint8_t(*)(int8_t))dlsym(library, name);
-      if (!original_is) continue;
-      redirect(slot, (void*)&is_accelerator);
-      patched |= 2;
-    }
-  }
-  return patched == 3;
+  visit_jumps(libtorch_python, &in_libtorch_python);
+  return 1;
 }
