@@ -190,9 +190,9 @@ class Fuser:
 
 
 def sort_groups(groups: Sequence[Group]) -> list[Group]:
-    """Dependency order, otherwise by each group's first node."""
+    """Dependency order, otherwise by stage and each group's first node."""
     waiting = {group: len(group.preds) for group in groups}
-    first = {group: group.units[0].position for group in groups}
+    first = {group: (group.stage, group.units[0].position) for group in groups}
     ready = [(first[group], group) for group in groups if not waiting[group]]
     heapq.heapify(ready)
     out: list[Group] = []

@@ -75,6 +75,10 @@ class Group:
     merged_into: "Group | None" = None
 
     @property
+    def stage(self) -> int:
+        return self.units[0].node.stage
+
+    @property
     def fusible(self) -> bool:
         return self.units[0].part is not None
 
@@ -154,6 +158,8 @@ def can_fuse(left: Group, right: Group) -> Joint | str:
     """How the two groups become one kernel, or the reason why they do not."""
     if not left.fusible or not right.fusible:
         return "one of them is run by ATen"
+    if left.stage != right.stage:
+        return "the schedule keeps their segments apart"
     if len(left.units) + len(right.units) > MAX_NODES:
         return f"more than {MAX_NODES} nodes in one kernel"
     operands = sum(len(feet) for group in (left, right) for feet in group.touched.values())

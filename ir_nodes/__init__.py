@@ -2,8 +2,9 @@
 
 from ir_nodes.graph import Graph
 from ir_nodes.layout import Layout
-from ir_nodes.node import Access, Buffer, BufferKind, Frame, Node, Operand, ScalarInput, Target, Value, Write
+from ir_nodes.node import Access, Buffer, BufferKind, Frame, Node, Operand, ScalarInput, SegmentCall, Target, Value, Write
 
 __all__ = [
-    "Access", "Buffer", "BufferKind", "Frame", "Graph", "Layout", "Node", "Operand", "ScalarInput", "Target", "Value", "Write",
+    "Access", "Buffer", "BufferKind", "Frame", "Graph", "Layout", "Node", "Operand", "ScalarInput", "SegmentCall", "Target",
+    "Value", "Write",
 ]

@@ -34,6 +34,30 @@ class Frame:
 
 
 @dataclass(slots=True, eq=False)
+class SegmentCall:
+    """One run of a named part of the program: ``call`` counts the segment's runs from 0, ``parent`` is the call around it.
+
+    One object for each run, so that it can be compared by identity.
+    """
+
+    name: str
+    backward: bool = False
+    call: int = 0
+    parent: SegmentCall | None = None
+    owner: int = 0  # the scheduler that it ran under; 0: none
+
+    def chain(self) -> Iterator[SegmentCall]:
+        """This call, then those around it, innermost first."""
+        found: SegmentCall | None = self
+        while found is not None:
+            yield found
+            found = found.parent
+
+    def __str__(self) -> str:
+        return f"{self.name}#{self.call}" if self.call else self.name
+
+
+@dataclass(slots=True, eq=False)
 class Buffer:
     index: int
     nbytes: int
@@ -135,6 +159,8 @@ class Node:
     returns: tuple[int | None, ...] = ()
     frame: Frame | None = None
     instr: int = -1  # the recorded instruction it came from
+    segment: SegmentCall | None = None  # the innermost one it was recorded in
+    stage: int = 0  # nodes of different stages keep their order and share no kernel
 
     @property
     def name(self) -> str:
