@@ -121,7 +121,8 @@ DeviceIndex common_device(const OpInfo& op, const IValue* args) {
   std::optional<c10::Device> foreign;
   each_tensor(op, args, [&](size_t i, const at::Tensor& t) {
     const auto device = t.device();
-    const bool scalar = device.is_cpu() && t.dim() == 0 && t.layout() == at::kStrided && op.args[i].kind == ArgKind::Tensor;
+    const bool scalar = device.is_cpu() && t.dim() == 0 && t.layout() == at::kStrided && op.args[i].kind == ArgKind::Tensor &&
+                        !op.args[i].writes;
     if (device.type() != kLazy && !scalar) foreign = device;
     if (device.type() != kLazy) return;
     if (found >= 0 && found != device.index()) mixed_devices(op, c10::Device(kLazy, found), device);

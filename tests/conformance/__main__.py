@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -46,6 +47,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--part", choices=("all", "everyday"), default="all", help="everyday: what pytest runs too")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="default: one a core")
     parser.add_argument("--patience", type=float, default=900, help="seconds after which a silent process is ended")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so long; the table says how much was run")
     parser.add_argument("--table", type=Path, default=shards.ROOT / "docs" / "conformance.md", help="where the table goes")
     parser.add_argument("--log", type=Path, help="a file for every result, as JSON lines")
     parser.add_argument("-k", dest="keyword", default="", help="only tests whose names match, as in pytest; writes no table")
@@ -68,13 +70,13 @@ def main() -> int:
                 bar.set_postfix_str(f"{failed} failed")
                 bar.write(f"{result.outcome} {result.test}: {table.first_line(result.reason)}")
 
-        results = shards.run(tests, options.processes, options.patience, arguments, tell)
+        results = shards.run(tests, options.processes, options.patience, arguments, tell, options.minutes * 60)
     if options.log:
         options.log.write_text("".join(json.dumps(asdict(result)) + "\n" for result in results))
     device = "cuda" if core.physical_is_cuda() else "cpu"
     if options.part == "all" and not options.keyword:
         options.table.parent.mkdir(exist_ok=True)
-        options.table.write_text(table.page(results, device, options.processes, time.monotonic() - start))
+        options.table.write_text(table.page(results, len(tests), device, options.processes, time.monotonic() - start))
         print(f"written: {options.table}")
     return int(any(result.outcome in ("failed", "crashed") for result in results))
 

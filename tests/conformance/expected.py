@@ -27,6 +27,9 @@ ROWS: tuple[Row, ...] = (
         "eager mode's two roundings: 1e-5 apart", device="cuda"),
     Row("::test_values_torch_ops_aten__efficient_attention_forward_lazysched_float32", "eager mode leaves the seed of its "
         "dropout on the CPU, here every result is a tensor of the device", device="cuda"),
+    Row("test_values_nn_functional_linear_cross_entropy_chunked_none_lazysched_float16",
+        "the function chooses how it accumulates by the device's name, and knows cpu and cuda",
+        "https://github.com/pytorch/pytorch/blob/main/torch/nn/modules/linear_cross_entropy_options.py", device="cpu"),
 )
 
 

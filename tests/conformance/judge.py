@@ -20,6 +20,13 @@ from tests.conformance.mirror import Mirror, tensors
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64)
 PHYSICAL = "cuda" if core.physical_is_cuda() else "cpu"
 SEED = 1234
+# Their results are memory that nothing wrote.
+UNWRITTEN = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_", "resize_as_")
+
+
+def differentiable(op: Any, dtype: torch.dtype) -> bool:
+    return op.supports_autograd and dtype in op.supported_backward_dtypes(PHYSICAL)
+
 
 
 def as_physical(infos: list[Any]) -> list[Any]:
@@ -31,11 +38,11 @@ def as_physical(infos: list[Any]) -> list[Any]:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a call gave: a result, or an error; and the warnings that it raised."""
+    """What a call gave: a result, or an error; and whether it warned of an output that it had to resize."""
 
     result: Any = None
     error: Exception | None = None
-    warned: tuple[str, ...] = ()
+    warned: bool = False
 
 
 def attempt(call: Callable[[], Any]) -> Outcome:
@@ -48,12 +55,46 @@ def attempt(call: Callable[[], Any]) -> Outcome:
             torch.accelerator.synchronize()
         except Exception as error:  # noqa: BLE001  whatever it is, eager mode has to say the same
             return Outcome(error=error)
-    resized = [str(w.message) for w in caught if "was resized since it had shape" in str(w.message)]
-    return Outcome(result=result, warned=tuple(text.partition(" (Triggered")[0] for text in resized))
+    return Outcome(result=result, warned=any("was resized since it had shape" in str(w.message) for w in caught))
 
 
 class Judge(TestCase):
     """Base of the judges. ``device`` is the lazy one; what runs on `PHYSICAL` is the truth."""
+
+    def agree(self, device: str, call: Callable[..., Any], given: Any, what: str, process: Callable[[Any], Any] | None = None,
+              grad: bool = False, written: bool = True) -> bool:
+        """``call(*given)`` does the same on the device and in eager mode; True where it raised no error.
+
+        ``process`` turns a result into what has gradients; ``written``: the values of the result mean something.
+        """
+        ours, theirs = pair(device, given)
+        ran = [attempt(lambda mine=mine: call(*mine)) for mine in (ours, theirs)]
+        if not self.same_outcome(*ran, what):
+            return False
+        results = [run.result for run in ran]
+        self.same_value(*results, what, written)
+        self.same_value(tensors(ours), tensors(theirs), f"{what}: inputs afterwards")
+        self.same(sharing(results[0], ours), sharing(results[1], theirs), f"{what}: shared memory")
+        if grad:
+            self.same_gradients(ours, theirs, [process(result) if process else result for result in results], what)
+        return True
+
+    def same_gradients(self, ours: Any, theirs: Any, results: list[Any], what: str) -> None:
+        lists = [[out for out in tensors(result) if out.requires_grad] for result in results]
+        if not lists[1]:
+            return
+        seeds = [torch.randn_like(out.detach()) for out in lists[1]]
+        runs = []
+        for outs, given in zip(lists, (ours, theirs)):
+            leaves = [t for t in tensors(given) if t.requires_grad]
+            mirror = Mirror(PHYSICAL, outs[0].device)
+            cotangents = [mirror.tensor(seed) for seed in seeds]
+            runs.append(attempt(lambda o=outs, i=leaves, c=cotangents: torch.autograd.grad(o, i, c, allow_unused=True)))
+        if self.same_outcome(*runs, f"{what}: backward"):
+            for index, (mine, yours) in enumerate(zip(runs[0].result, runs[1].result)):
+                self.same(mine is None, yours is None, f"{what}: gradient {index} is missing")
+                if yours is not None:
+                    self.assertEqual(mine, yours, exact_device=False, msg=lambda text, i=index: f"{what}: gradient {i}\n{text}")
 
     def same_outcome(self, ours: Outcome, theirs: Outcome, what: str) -> bool:
         """The same kind of error, or none in both (then True)."""
@@ -65,7 +106,8 @@ class Judge(TestCase):
             return False
         if ours.error is not None:
             raise AssertionError(f"{what}: {ours.error!r}") from ours.error
-        self.same(ours.warned, theirs.warned, f"{what}: warnings")
+        if theirs.warned and not ours.warned:
+            raise AssertionError(f"{what}: eager mode warns that it resized an output")
         return True
 
     def same_value(self, ours: Any, theirs: Any, what: str, values: bool = True) -> None:
@@ -87,10 +129,6 @@ class Judge(TestCase):
         for name, look in LOOKS.items():
             if look is not dense_strides or theirs.layout is torch.strided:
                 self.same(look(ours), look(theirs), f"{what}: {name}")
-
-    def same_sharing(self, ours: Any, our_inputs: Any, theirs: Any, their_inputs: Any, what: str) -> None:
-        """The same outputs share memory with the same inputs and with each other."""
-        self.same(sharing(ours, our_inputs), sharing(theirs, their_inputs), f"{what}: shared memory")
 
     def same(self, ours: Any, theirs: Any, what: str) -> None:
         if ours != theirs:

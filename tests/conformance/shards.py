@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -77,8 +78,10 @@ class Shard:
         return lost, [test for test in left if test != guilty]
 
 
-def run(tests: list[str], processes: int, patience: float, arguments: list[str], tell: Callable[[Result], None]) -> list[Result]:
-    """Every test's result, in the order in which they ended; each is told at once."""
+def run(tests: list[str], processes: int, patience: float, arguments: list[str], tell: Callable[[Result], None],
+        seconds: float = math.inf) -> list[Result]:
+    """Every test's result, in the order in which they ended; each is told at once. After ``seconds`` it stops where it is."""
+    end = time.monotonic() + seconds
     count = max(processes, -(-len(tests) // CHUNK))
     waiting = deque(chunk for chunk in (tests[start::count] for start in range(count)) if chunk)
     running: list[Shard] = []
@@ -91,7 +94,7 @@ def run(tests: list[str], processes: int, patience: float, arguments: list[str],
 
     with tempfile.TemporaryDirectory() as base:
         try:
-            while waiting or running:
+            while (waiting or running) and time.monotonic() < end:
                 while waiting and len(running) < processes:
                     running.append(Shard(waiting.popleft(), Path(tempfile.mkdtemp(dir=base)), arguments))
                 time.sleep(0.2)
