@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.testing._internal.common_device_type import instantiate_device_type_tests
-from torch.testing._internal.common_modules import ModuleErrorEnum, ModuleInfo, ModuleInput, module_db, modules
+from torch.testing._internal.common_modules import FunctionInput, ModuleErrorEnum, ModuleInfo, ModuleInput, module_db, modules
 from torch.testing._internal.common_utils import TestCase, freeze_rng_state
 from torch.utils._pytree import tree_map
 
@@ -26,6 +26,13 @@ ROUNDS_OTHERWISE = {
     "nn.LSTM": "as RNN; in float32 by oneDNN",
     "nn.LinearCrossEntropyLoss": "PyTorch accumulates in other dtypes on a CPU than on any other device",
 }
+# Also in half precision.
+ROUNDS_HALVES_OTHERWISE = {
+    **ROUNDS_OTHERWISE,
+    "nn.GRUCell": "off the CPU, eager mode adds the bias to a product that was rounded, on it before the rounding",
+    "nn.LSTMCell": "as GRUCell",
+}
+HALVES = [info for info in module_db if info.name not in ROUNDS_HALVES_OTHERWISE]
 
 
 def everyday(name: str) -> bool:
@@ -39,6 +46,17 @@ def samples(info: ModuleInfo, dtype: torch.dtype, training: bool, grad: bool = T
     torch.manual_seed(0)
     every = info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=grad, training=training)
     return [sample for sample in every if sample.forward_input is not None]
+
+
+def cast(tree: Any, dtype: torch.dtype) -> Any:
+    """``tree`` with its floating-point tensors as fresh leaves of ``dtype``."""
+
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
+            return leaf
+        return leaf.detach().to(dtype).requires_grad_(leaf.requires_grad)
+
+    return tree_map(convert, tree)
 
 
 def make(info: ModuleInfo, sample: ModuleInput, dtype: torch.dtype, training: bool, device: str) -> nn.Module:
@@ -90,6 +108,19 @@ class TestModules(TestCase):
             ours = self.run_on(module_info, sample, dtype, training, DEVICE)
             exact = EAGER == "cpu" and module_info.name not in ROUNDS_OTHERWISE
             self.assertEqual(ours, wanted, **({"atol": 0, "rtol": 0} if exact else {}), equal_nan=True)
+
+    @modules(HALVES, allowed_dtypes=[torch.float32])
+    def test_half_precision(self, device, dtype, module_info, training):
+        """In bfloat16 and float16 a module gives what it gives in eager mode, or what that refuses."""
+        for half in (torch.bfloat16, torch.float16):
+            for sample in samples(module_info, dtype, training):
+                halved = copy.copy(sample)
+                given = (sample.forward_input.args, sample.forward_input.kwargs)
+                halved.forward_input = FunctionInput()
+                halved.forward_input.args, halved.forward_input.kwargs = cast(given, half)
+                ours, theirs = (outcome(lambda: self.run_on(module_info, halved, half, training, where))  # noqa: B023
+                                for where in (DEVICE, EAGER))
+                self.compare(ours, theirs)
 
     @modules(module_db, allowed_dtypes=[torch.float32])
     def test_saved_and_moved(self, device, dtype, module_info, training):
