@@ -153,7 +153,8 @@ void infer_in_python(const OpInfo& op, const IValue* args, const Stack& metas, D
   TORCH_CHECK(inferrer_, "lazysched: the native core cannot infer shapes; import lazy_backend, not its parts");
   auto tuple = [&](const IValue* values) {
     py::tuple all(metas.size());
-    for (size_t i = 0; i < metas.size(); i++) all[i] = torch::jit::toPyObject(values[i]);
+    for (size_t i = 0; i < metas.size(); i++)  // toPyObject makes a number of a tensor that stands for one
+      all[i] = is_tensor(values[i]) ? py::cast(values[i].toTensor()) : torch::jit::toPyObject(values[i]);
     return all;
   };
   using Row = std::tuple<std::string, py::list, std::vector<std::pair<size_t, at::Tensor>>>;

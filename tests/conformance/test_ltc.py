@@ -207,6 +207,20 @@ def test_a_fallback_in_the_middle_of_a_loop() -> None:
     assert "aten::nonzero" in lazy_backend.metrics_report()
 
 
+NUMBERS: list[Callable[[torch.Tensor], Any]] = [
+    lambda x: x % 2, lambda x: torch.fmod(x, 2), lambda x: x // 2, lambda x: x & 1, lambda x: x << 1, lambda x: x**2,
+    lambda x: x == 2, lambda x: torch.where(x > 1, x, 2), lambda x: x.clamp(1, 2), lambda x: torch.copysign(x, 2),
+    lambda x: torch.xlogy(x, 2), lambda x: x / 2, lambda x: x[0] % 2, lambda x: x[0].float() % 2.5,
+]  # fmt: skip
+
+
+def test_ops_with_python_numbers_are_recorded() -> None:
+    before = lazy_backend.stats()["fallbacks"]
+    for compute in NUMBERS:
+        same(lambda device, compute=compute: compute(torch.arange(3, device=device)))
+    assert lazy_backend.stats()["fallbacks"] == before
+
+
 # ---- errors, where the op is written ----------------------------------------------------------------------------------------
 
 
