@@ -248,8 +248,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("record_stream", record_stream);
   m.impl("_lazy_clone", [](const Tensor& self) { return self.clone(); });  // memory is shared by layouts here, not by pages
   m.impl("histc", histc);
-  // The device has no nested tensors: an encoder that would make some computes the padding too.
-  m.impl("_nested_tensor_from_mask_left_aligned", [](const Tensor&, const Tensor&) { return false; });
   keep_whole(m);
 }
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {

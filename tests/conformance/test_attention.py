@@ -176,7 +176,7 @@ def test_multi_head_attention(given: dict[str, Any], training: bool) -> None:
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("padded", [True, False], ids=["padded", "full"])
 def test_encoders(padded: bool, training: bool) -> None:
-    """Of a padded batch what is not padding: there, eager mode cuts the padding off, and the device has no nested tensors."""
+    """Of a padded batch, evaluation makes a nested tensor, which runs at once."""
 
     def encode(device: str) -> Tensor:
         layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0)
@@ -184,11 +184,11 @@ def test_encoders(padded: bool, training: bool) -> None:
         mask = PADDING.to(device) if padded else None
         with torch.inference_mode(not training):
             out = model(randn(device, 2, 5, 8), src_key_padding_mask=mask)
-        if device == DEVICE and not training:
+        if device == DEVICE and not training and not padded:
             assert nodes([out]).count("aten::_transformer_encoder_layer_fwd") == 2
-        return out * ~mask[..., None] if padded else out
+        return out
 
-    same(encode, exact=not padded)
+    same(encode)
 
 
 def test_a_whole_transformer() -> None:

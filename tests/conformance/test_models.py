@@ -46,7 +46,9 @@ def train(name: str, device: str) -> tuple[list[torch.Tensor], dict[str, torch.T
 
 @pytest.mark.parametrize("name", NAMES)
 def test_trains(name: str) -> None:
+    before = lazy_backend.stats()["fallbacks"]
     losses, parameters, compiles = train(name, DEVICE)
+    assert lazy_backend.stats()["fallbacks"] == before
     their_losses, their_parameters, _ = train(name, EAGER)
     torch.testing.assert_close(losses, their_losses, **TOLERANCE)
     torch.testing.assert_close(parameters, their_parameters, **TOLERANCE)

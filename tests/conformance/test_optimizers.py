@@ -18,7 +18,7 @@ from tests.conformance.eager import DEVICE, EAGER, on_cpu, outcome, same_error
 
 Kwargs = dict[str, Any]
 STEPS = 4
-# SparseAdam takes sparse gradients only, which the device does not have.
+# SparseAdam takes sparse gradients only and has a test of its own.
 DENSE = [info for info in optim_db if not info.only_supports_sparse_grads]
 # These change their formula at step 6, which compiles once more.
 CHANGES_FORMULA = ("RAdam",)
@@ -154,6 +154,20 @@ class TestOptimizers(TestCase):
         weight = nn.Parameter(torch.zeros(2, device=device))
         self.assertEqual(_default_to_fused_or_foreach([weight], differentiable=False, use_fused=False), (False, True))
         self.assertEqual(_default_to_fused_or_foreach([weight], differentiable=False, use_fused=True), (True, False))
+
+    def test_sparse_gradients(self, device):
+        for kind in (torch.optim.SparseAdam, torch.optim.SGD, torch.optim.Adagrad):
+            results = []
+            for where in (DEVICE, EAGER):
+                torch.manual_seed(0)
+                model = nn.Embedding(10, 3, sparse=True).to(where)
+                optimizer = kind(model.parameters(), lr=0.1)
+                for _ in range(3):
+                    optimizer.zero_grad()
+                    model(torch.tensor([1, 2, 2, 7], device=where)).square().sum().backward()
+                    optimizer.step()
+                results.append(on_cpu(model.weight))
+            self.assertEqual(*results)
 
 
 instantiate_device_type_tests(TestOptimizers, globals(), only_for=("privateuse1",))
