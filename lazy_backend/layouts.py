@@ -55,7 +55,7 @@ def run_at_once(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     with torch._C._AutoDispatchBelowAutograd(), torch.no_grad():
         below, named = pytree.tree_map(functools.partial(_lower, twins), (args, kwargs))
         given = [leaf for leaf in pytree.tree_leaves((below, named)) if isinstance(leaf, Tensor)]
-        if not any(word in op._opname for word in ("copy", "nested")):  # a nested tensor keeps its sizes on the CPU
+        if not any(word in op._opname for word in ("copy", "nested", "quantize")):  # a nested tensor keeps its sizes on the CPU
             _check_devices(pytree.tree_leaves((args, kwargs)))
         result = op(*below, **named)
         for index, argument in enumerate(op._schema.arguments):

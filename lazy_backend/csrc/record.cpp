@@ -411,7 +411,10 @@ void Recorder::run_now(const OpInfo& op, Stack* stack, const char* kind, const s
       physical.emplace_back(generator_buffer(v.toGenerator())->generator);
       lend = false;
     } else physical.push_back(map_tensors(v, [&](const at::Tensor& t) {
-      return is_lazy(t) ? pairs.emplace_back(t, materialise(t, kind, reason)).second : t;
+      if (!is_lazy(t)) return t;
+      for (const auto& [lazy, twin] : std::vector(pairs))  // one argument given twice stays one tensor
+        if (lazy.is_same(t)) return pairs.emplace_back(t, twin).second;
+      return pairs.emplace_back(t, materialise(t, kind, reason)).second;
     }));
   }
   {

@@ -22,6 +22,7 @@ LEFT_OUT = {
     "resize_as_": "uninitialised where it grows",
 }  # fmt: skip
 OPS = [op for op in op_db if op.name not in LEFT_OUT]
+NO_OUT = ("triu", "tril")  # eager mode itself writes outside of a strided batch given as `out`
 ON_HOST = ("tensor_split",)  # the op wants its further tensors on the CPU, whatever the device
 
 

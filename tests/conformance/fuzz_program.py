@@ -87,7 +87,7 @@ class Program:
             choices += [(op.get_inplace(), "in-place")] * 3
         if op.get_method() is not None:
             choices += [(op.get_method(), "method")]
-        if op.supports_out:
+        if op.supports_out and op.name not in fuzz_ops.NO_OUT:
             choices += [(op.get_op(), "out")] * 3
         return rng.choice(choices)
 
