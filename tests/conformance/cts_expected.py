@@ -10,7 +10,7 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("test_sdpa_nested*", "the test wants another layout than the CPU's kernels have; the numbers are the CPU's"),
     ("test_stride_and_storage_offset_metadata*", "the test wants .cpu() to keep the gaps of a view, which no device does"),
     ("test_rrelu_train_false_variants*", "the test compares memory of torch.empty"),
-    ("test_fused_optimizer_pipelines[[]SGD*", "the test compares with the for-loop; lazysched gives what the CPU's fused SGD gives"),
+    ("test_fused_optimizer_pipelines[[]SGD*", "compared with the for-loop; lazysched gives what the CPU's fused SGD gives"),
     ("*Caching allocator*", "memory is reused by a plan of the whole recording, not through an allocator's cache"),
     ("*Expected out tensor to have device*", "out= of quantized ops that make their result from a tensor of another layout"),
     ("test_embedding_bag_scale*", "not looked into"),
