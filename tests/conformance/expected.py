@@ -30,6 +30,8 @@ ROWS: tuple[Row, ...] = (
     Row("test_values_nn_functional_linear_cross_entropy_chunked_none_lazysched_float16",
         "the function chooses how it accumulates by the device's name, and knows cpu and cuda",
         "https://github.com/pytorch/pytorch/blob/main/torch/nn/modules/linear_cross_entropy_options.py", device="cpu"),
+    Row("test_out_linalg_lu_lazysched_*", "torch.linalg.lu itself crashes on a CPU (2.13) where `out` is a transposed batch",
+        device="cpu", skip=True),
 )
 
 
