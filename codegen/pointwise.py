@@ -44,6 +44,8 @@ def lower_row(node: Node, row: Row, args: Mapping[str, Any], index: int) -> Part
     out = node.writes[index].layout
     lowering = Lowering(node, out.size)
     dtype = _dtype(row, args, out.dtype)
+    if dtype in HALF and out.dtype not in (*HALF, torch.bool) and row.promote not in ("cast", "result"):
+        raise Unsupported("its result is rounded to 16 bits before it is widened")
     constants = {name: arg for name, arg in args.items() if not isinstance(arg, (Operand, ScalarInput))}
     text = row.text(Case(compute_dtype(dtype), constants)) if callable(row.text) else row.text
     lowering.write(index, _evaluate(lowering, row, text, args, dtype, out.dtype))

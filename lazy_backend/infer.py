@@ -103,7 +103,7 @@ def layouts(target: str, args: Arguments, metas: Arguments, device: torch.device
     try:
         if doubt.dtypes:
             try_on_device(target, args, device, doubt, lambda n: min(n, 1))
-        if doubt.layouts and (not given or bytes_of(args) <= MOST_BYTES):
+        if doubt.layouts and may_try(args, device, bool(given)):
             return try_on_device(target, args, device, doubt, lambda n: n)
     except torch.OutOfMemoryError:
         if not given:
@@ -111,9 +111,20 @@ def layouts(target: str, args: Arguments, metas: Arguments, device: torch.device
         return given, returns  # the device is full now: Meta's word has to do
     except Exception:
         raise Refusal("it fails for zeros, so that it has to see the values") from None
+    if not given:
+        raise Refusal(REFUSED)
     if doubt.strides:
         returns = [restrided(given, item) if isinstance(item, Tensor) else item for item in returns]
     return given, returns
+
+
+def may_try(args: Arguments, device: torch.device, known: bool) -> bool:
+    """May the op run on zeros? ``known``: Meta has said what it gives.
+
+    Not where zeros may be wrong numbers for an index, a length or a pivot: an assertion on a GPU ends the process's use of it.
+    """
+    integers = any(not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool) for t in leaves(args))
+    return not (device.type == "cuda" and integers) and (not known or bytes_of(args) <= MOST_BYTES)
 
 
 def try_on_device(

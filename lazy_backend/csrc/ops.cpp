@@ -216,9 +216,9 @@ void keep_whole(torch::Library& m) {
   auto boxed = [&](const std::string& name) { m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&record_boxed>()); };
   for (const char* name :
        {"native_layer_norm", "native_group_norm", "convolution", "convolution_backward", "binary_cross_entropy_with_logits",
-        "silu_backward", "mish_backward", "native_channel_shuffle", "_convolution", "_grouped_mm", "pixel_shuffle", "pixel_unshuffle",
-        "addr", "addr_", "addr.out", "narrow_copy", "mode", "mode.values", "conj_physical_", "conj_physical.out",
-        "_grid_sampler_2d_cpu_fallback", "_grid_sampler_2d_cpu_fallback_backward", "choose_qparams_optimized",
+        "silu_backward", "mish_backward", "native_channel_shuffle", "_convolution", "_grouped_mm", "_linalg_svd", "pixel_shuffle",
+        "pixel_unshuffle", "addr", "addr_", "addr.out", "narrow_copy", "mode", "mode.values", "conj_physical_",
+        "conj_physical.out", "_grid_sampler_2d_cpu_fallback", "_grid_sampler_2d_cpu_fallback_backward", "choose_qparams_optimized",
         "_saturate_weight_to_fp16"})
     boxed(name);
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {

@@ -134,8 +134,20 @@ struct Runner {
       const Stack held = in.op->return_alias.size() > 1 ? stack : Stack();
       in.op->handle.callBoxed(&stack);
     }
+    resolve(in);
     if (in.n_outs) take_results(in, slot);
     stack.clear();
+  }
+
+  // Some kernels leave the conjugation of an output to whoever reads it, which its recorded layout does not say.
+  void resolve(const Instr& in) const {
+    for (size_t r = 0; r < stack.size(); r++) {
+      const int arg = in.op->return_alias[r];
+      if (arg < 0 || !is_tensor(stack[r]) || !stack[r].toTensor().is_conj()) continue;
+      if (trace.operands[trace.args[in.args + arg].first].conj) continue;
+      stack[r].toTensor()._set_conj(false);
+      stack[r].toTensor().conj_physical_();
+    }
   }
 
   uint64_t launch_word(const Program::LaunchArg& a) {

@@ -387,6 +387,7 @@ bool Recorder::must_settle(const OpInfo& op, const IValue* args) {
 
 // `t` takes what became of its physical side `p`: an output that the op resized.
 void Recorder::adopt(const at::Tensor& t, const at::Tensor& p) {
+  if (t.is_conj() != p.is_conj()) t._set_conj(p.is_conj());  // some kernels leave the conjugation to whoever reads it
   auto* b = buffer_of(t);
   std::lock_guard<std::mutex> lock(mutex);
   if (t.sizes() == p.sizes() && t.strides() == p.strides() && p.storage().nbytes() <= b->nbytes) return;

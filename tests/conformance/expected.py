@@ -23,8 +23,8 @@ class Row:
 
 
 ROWS: tuple[Row, ...] = (
-    Row("::test_values_asin_lazysched_float32", "a fused kernel contracts 1 - x * x to one FMA, which near 1 is more exact than "
-        "eager mode's two roundings: 1e-5 apart", device="cuda"),
+    Row("_fft_*_lazysched_float16", "torch.fft takes half precision on CUDA, XPU and Meta by name only",
+        "https://github.com/pytorch/pytorch/blob/v2.11.0/aten/src/ATen/native/SpectralOps.cpp", device="cuda", skip=True),
     Row("::test_values_torch_ops_aten__efficient_attention_forward_lazysched_float32", "eager mode leaves the seed of its "
         "dropout on the CPU, here every result is a tensor of the device", device="cuda"),
     Row("test_values_nn_functional_linear_cross_entropy_chunked_none_lazysched_float16",

@@ -87,7 +87,7 @@ def resumed(info: OptimizerInfo, kwargs: Kwargs, source: str, target: str) -> li
     file = io.BytesIO()
     torch.save((model.state_dict(), optimizer.state_dict()), file)
     file.seek(0)
-    weights, state = torch.load(file, weights_only=True)
+    weights, state = torch.load(file, weights_only=True, map_location=target)
     model = model_on(target, info)
     model.load_state_dict(weights)
     optimizer = info.optim_cls(model.parameters(), **kwargs)

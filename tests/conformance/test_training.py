@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, update_bn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
+from tests.conformance.eager import EAGER
 from tests.conformance.features import filled, gradients, mlp, randn, same
 
 
@@ -104,6 +106,14 @@ def packed(kind: type[nn.Module], device: str) -> Any:
     return [out, lengths, state, x.grad]
 
 
+@pytest.fixture
+def without_cudnn() -> Iterator[None]:
+    """The device runs recurrent layers without cuDNN, which multiplies in TF32 and draws its own dropout."""
+    with torch.backends.cudnn.flags(enabled=False) if EAGER == "cuda" else contextlib.nullcontext():
+        yield
+
+
+@pytest.mark.usefixtures("without_cudnn")
 @pytest.mark.parametrize("kwargs", [{}, {"bidirectional": True}, {"dropout": 0.5}, {"batch_first": True}], ids=str)
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
 def test_recurrent_layers(kind: type[nn.Module], kwargs: dict[str, Any]) -> None:
@@ -111,6 +121,7 @@ def test_recurrent_layers(kind: type[nn.Module], kwargs: dict[str, Any]) -> None
     same(lambda device: recurrent(kind, device, **kwargs), exact=False)
 
 
+@pytest.mark.usefixtures("without_cudnn")
 def test_projections_cells_and_packed_sequences() -> None:
     same(lambda device: recurrent(nn.LSTM, device, proj_size=2), exact=False)
     for kind in (nn.RNN, nn.LSTM, nn.GRU):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any, TextIO
@@ -49,6 +50,8 @@ class Notes:
         grown = {name: count - self.before.get(name, 0) for name, count in fallbacks().items()}
         self.note(end=nodeid, outcome=outcome(worst), reason=reason(worst), seconds=sum(r.duration for r in self.reports),
                   fallbacks={name: count for name, count in grown.items() if count})
+        if "CUDA error" in reason(worst):  # this process can use its GPU no more; another runs the rest
+            os._exit(1)
 
 
 def outcome(report: pytest.TestReport) -> str:

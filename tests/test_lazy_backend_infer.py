@@ -1,0 +1,58 @@
+"""What ops are inferred to give: recorded where it is known, run at once where not, never tried where that could do harm."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lazy_backend
+from lazy_backend import infer
+from tests.device import DEVICE
+
+CPU = torch.device("cpu")
+
+
+def fallbacks() -> int:
+    return lazy_backend.stats()["fallbacks"]
+
+
+def test_python_numbers_in_tensors_arguments_are_recorded() -> None:
+    x = torch.arange(6, device=DEVICE)
+    before = fallbacks()
+    found = [x % 4, x & 1, x.float().fmod(2.5), x // 2, x + 1, torch.where(x > 2, x, 7)]
+    assert fallbacks() == before
+    assert [f.tolist() for f in found[:2]] == [[0, 1, 2, 3, 0, 1], [0, 1, 0, 1, 0, 1]]
+
+
+@pytest.mark.parametrize("adjoint", [False, True])
+def test_a_conjugation_that_a_kernel_leaves_to_its_reader(adjoint: bool) -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(3, 3, dtype=torch.complex64), torch.randn(2, 3, dtype=torch.complex64)
+    factors, pivots = torch.linalg.lu_factor(a)
+    wanted = torch.linalg.lu_solve(factors, pivots, b, left=False, adjoint=adjoint)
+    got = torch.linalg.lu_solve(factors.to(DEVICE), pivots.to(DEVICE), b.to(DEVICE), left=False, adjoint=adjoint)
+    torch.testing.assert_close(got.cpu(), wanted.resolve_conj())
+
+
+def test_a_singular_value_decomposition_has_the_layout_of_the_physical_kernel() -> None:
+    x = torch.randn(4, 5)
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    for ours, theirs in zip(torch.linalg.svd(x.to(DEVICE)), torch.linalg.svd(x.to(where))):
+        assert ours.stride() == theirs.stride()
+
+
+def test_a_gpu_is_never_tried_with_made_up_indices_nor_with_much_memory() -> None:
+    floats, pivots = torch.zeros(2), torch.zeros(2, dtype=torch.int32)
+    large = torch.empty(infer.MOST_BYTES, dtype=torch.float32, device="meta")
+    assert infer.may_try((floats, True, None), torch.device("cuda"), known=True)
+    assert not infer.may_try((floats, [pivots]), torch.device("cuda"), known=True)
+    assert infer.may_try((floats, pivots), CPU, known=True), "on a CPU a wrong index is an error that can be caught"
+    assert not infer.may_try((large,), CPU, known=True)
+    assert infer.may_try((large,), CPU, known=False)
+
+
+def test_a_call_that_meta_refuses_gets_eagers_own_words() -> None:
+    refusal, returns, relaid = infer.infer("aten::mm", (torch.ones(2, 3),) * 2, (torch.ones(2, 3, device="meta"),) * 2, CPU)
+    assert refusal and not returns and not relaid
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+        torch.ones(2, 3, device=DEVICE) @ torch.ones(2, 3, device=DEVICE)
