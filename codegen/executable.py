@@ -11,7 +11,9 @@ from ir_nodes.node import Operand, Target
 
 
 class Program(Protocol):
-    """The native core's program builder (csrc/bind.cpp)."""
+    """The native core's program builder (csrc/bind.cpp). ``order``: the number of the report on its segments, or -1."""
+
+    order: int
 
     def call(self, instr: int, slots: list[int]) -> None: ...
     def launch(

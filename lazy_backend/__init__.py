@@ -18,7 +18,21 @@ from lazy_backend import debug, flush, infer, layouts  # noqa: F401  (the last t
 from lazy_backend.api import barriers, mark_step, stats, sync, wait_device_ops
 from lazy_backend.device import register
 from lazy_backend.report import metrics_report
+from lazy_backend.scheduler import LazyScheduler, ScheduleError
+from lazy_backend.segments import (
+    register_segment,
+    register_segment_backward_hook,
+    register_segment_backward_pre_hook,
+    register_segment_forward_hook,
+    register_segment_forward_pre_hook,
+    register_segments,
+    segment,
+)
 
 register()
 
-__all__ = ["barriers", "debug", "mark_step", "metrics_report", "stats", "sync", "wait_device_ops"]
+__all__ = [
+    "LazyScheduler", "ScheduleError", "barriers", "debug", "mark_step", "metrics_report", "register_segment",
+    "register_segment_backward_hook", "register_segment_backward_pre_hook", "register_segment_forward_hook",
+    "register_segment_forward_pre_hook", "register_segments", "segment", "stats", "sync", "wait_device_ops",
+]

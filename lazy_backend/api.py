@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Iterable
+from typing import Any, Callable, Iterable
 
 import torch
 import torch._lazy
@@ -17,6 +17,7 @@ STATS = ("recorded", "compiles", "cache_hits", "nodes_run", "nodes_dead", "kerne
          "evicted", "flushes", "held_bytes", "peak_bytes")
 _KINDS = {kind.label: kind for kind in BarrierKind}
 barrier_log = BarrierLog()
+listeners: list[Callable[[Barrier, int], None]] = []  # called at every barrier with the number of its `orders` report, or -1
 
 
 def device_indices(device: torch.device | str | int | None) -> list[int]:
@@ -75,10 +76,12 @@ def wait_device_ops(device: torch.device | str | int | None = None) -> None:
             torch.cuda.synchronize(index)
 
 
-def note_barrier(kind: str, reason: str, place: str, ops: int, milliseconds: float, hit: bool) -> None:
+def note_barrier(kind: str, reason: str, place: str, ops: int, milliseconds: float, hit: bool, order: int) -> None:
     """The core calls this at every barrier; LAZYSCHED_DEBUG=barriers prints it."""
     barrier = Barrier(_KINDS[kind], reason, parse_frame(place), ops, milliseconds)
     barrier_log.add(barrier)
+    for listener in listeners:
+        listener(barrier, order)
     if "barriers" in settings.current().debug:
         print(f"lazysched: barrier {barrier}{' [cached]' if hit else ''}", flush=True)
 

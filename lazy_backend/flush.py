@@ -11,19 +11,22 @@ from codegen import engines
 from codegen.engine import Context, EngineError
 from codegen.executable import Emit, Program, assemble
 from ir_nodes import Graph, printer, settings
-from lazy_backend import core
+from lazy_backend import core, orders
+from lazy_backend.segments import segments
 from lazy_backend.trace import Recording, to_graph
 
 
 def compile_recording(native: ModuleType, recording: Recording, device: int) -> Program:
     """The program for ``recording`` on device ``device``. Runs once per cache miss, under the GIL."""
     now = settings.current()
-    graph = to_graph(recording)
+    graph = to_graph(recording, segments.calls)
     recorded = len(graph.nodes)
     graph, _ = run_passes(graph, check=now.verify)
+    ordered = orders.apply(graph)
     if "graph" in now.debug:
         print(printer.text(graph), file=sys.stderr)
     program: Program = native.Program()
+    program.order = ordered
     steps, temporaries = plan_steps(graph, engine_name(), device)
     assemble(graph, program, steps, recorded - len(graph.nodes), temporaries)
     return program

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Sequence
 
 import torch
 
-from ir_nodes import Access, BufferKind, Frame, Graph, Layout, ScalarInput
+from ir_nodes import Access, BufferKind, Frame, Graph, Layout, ScalarInput, SegmentCall
 from ir_nodes.node import Arg, Buffer
 from ir_nodes.ops import written_mode
 from lazy_backend.schema import ArgKind
@@ -16,7 +16,7 @@ from lazy_backend.schema import ArgKind
 class Recording(Protocol):
     """What the native core shows of a recording: plain tuples, see csrc/bind.cpp."""
 
-    def instrs(self) -> list[tuple[str, int, int, int, int, int, str, int, int]]: ...
+    def instrs(self) -> list[tuple[str, int, int, int, int, int, str, int, int, int]]: ...
     def args(self) -> list[tuple[int, int, int, Any]]: ...
     def operands(self) -> list[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...], int, bool]]: ...
     def buffers(self) -> list[tuple[int, int, bool]]: ...
@@ -28,8 +28,11 @@ _TENSORS = (ArgKind.TENSOR_LIST, ArgKind.OPT_TENSOR_LIST)
 _NUMBERS = (ArgKind.SCALAR_LIST, ArgKind.FLOAT_LIST)
 
 
-def to_graph(recording: Recording) -> Graph:
-    """The recording in single-assignment form. Nodes keep the index of their instruction and the user's line."""
+def to_graph(recording: Recording, segments: Sequence[SegmentCall | None] = ()) -> Graph:
+    """The recording in single-assignment form. Nodes keep the index of their instruction and the user's line.
+
+    ``segments``: what the core's segment numbers mean.
+    """
     graph = Graph()
     for nbytes, kind, live in recording.buffers():
         graph.add_buffer(nbytes, _BUFFER_KINDS[kind], live)
@@ -39,11 +42,12 @@ def to_graph(recording: Recording) -> Graph:
     reader = ArgReader(graph, recording.args(), recording.operands(), kinds)
     instrs = recording.instrs()
     frames = forward_frames(instrs)
-    for index, (target, first, count, outs, n_outs, generator, place, _, backward) in enumerate(instrs):
+    for index, (target, first, count, outs, n_outs, generator, place, _, backward, segment) in enumerate(instrs):
         args = [reader.argument(target, position, first + position) for position in range(count)]
         fresh = [reader.access(operand, "w") for operand in range(outs, outs + n_outs)]
         effects = [] if generator < 0 else [state_access(graph.buffers[generator])]
-        graph.record(target, args, fresh, effects, parse_frame(place) or frames.get(backward), index)
+        node = graph.record(target, args, fresh, effects, parse_frame(place) or frames.get(backward), index)
+        node.segment = segments[segment] if segment else None
     return graph
 
 
@@ -82,7 +86,7 @@ class ArgReader:
 def forward_frames(instrs: list[tuple[Any, ...]]) -> dict[int, Frame]:
     """The line of each forward op by autograd sequence number: an op that backward records has no Python frame of its own."""
     frames: dict[int, Frame] = {}
-    for *_, place, sequence, backward in instrs:
+    for *_, place, sequence, backward, _ in instrs:
         frame = parse_frame(place)
         if backward < 0 < sequence and frame is not None:  # the first op that follows a node's making is that node's own
             frames.setdefault(sequence - 1, Frame(frame.file, frame.line, f"{frame.function} (its backward)"))

@@ -1,7 +1,9 @@
 // The Python face of the core: reads recordings out, takes programs in, settings, counters.
 #include "program.h"
 #include <ATen/Context.h>
+#include <ATen/SequenceNumber.h>
 #include <pthread.h>
+#include <pybind11/functional.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/function.h>
@@ -38,7 +40,7 @@ py::object dtype_of(at::ScalarType t) {
 py::list instrs(const Trace& t) {
   return to_list(t.instrs, [](const Instr& in) {
     return py::make_tuple(in.op->name, in.args, in.op->args.size(), in.outs, in.n_outs, in.generator, describe_site(in.site),
-                          in.sequence, in.backward);
+                          in.sequence, in.backward, in.segment);
   });
 }
 py::list args(const Trace& t) {
@@ -87,24 +89,6 @@ void add_launch(Program& p, uint64_t function, std::array<uint32_t, 3> grid, uin
   p.launches++;
 }
 
-// A Python function of every slot's bytes (None where it is empty) and the recording's numbers.
-void add_python(Program& p, py::function fn, int32_t instr) {
-  auto held = std::shared_ptr<py::function>(new py::function(std::move(fn)), [](py::function* f) {
-    py::gil_scoped_acquire gil;
-    delete f;
-  });
-  auto run = [held](const std::vector<c10::Storage>& slots, const std::vector<IValue>& numbers) {
-    py::gil_scoped_acquire gil;
-    try {
-      (*held)(to_list(slots, [](const c10::Storage& s) { return s ? py::cast(bytes_of(s)) : py::none(); }),
-              to_list(numbers, [](const IValue& v) { return torch::jit::toPyObject(v); }));
-    } catch (py::error_already_set& e) {
-      TORCH_CHECK(false, e.what());
-    }
-  };
-  p.steps.push_back({Program::Python{run}, instr});
-}
-
 // As nn.Module.to does for devices that PyTorch knows: `p` keeps its identity and takes over the contents of `other`.
 void set_data(const at::Tensor& p, const at::Tensor& other) {
   if (auto* meta = torch::autograd::impl::get_autograd_meta(p)) {
@@ -128,14 +112,13 @@ void start(bool cuda, int count) {
 
 }  // namespace
 
-void log_barrier(const char* kind, const std::string& reason, const Site& site, size_t ops, double milliseconds, bool hit) {
+void log_barrier(const char* kind, const std::string& reason, const Site& site, size_t ops, double milliseconds, bool hit,
+                 int64_t order) {
   if (!logger_) return;
   py::gil_scoped_acquire gil;
   try {
-    (*logger_)(kind, reason, describe_site(site), ops, milliseconds, hit);
-  } catch (py::error_already_set& error) {
-    error.discard_as_unraisable("lazysched's barrier log");
-  }
+    (*logger_)(kind, reason, describe_site(site), ops, milliseconds, hit, order);
+  } catch (py::error_already_set& error) { error.discard_as_unraisable("lazysched's barrier log"); }
 }
 
 ProgramPtr compile_trace(Trace& trace, DeviceIndex device) {
@@ -207,15 +190,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("default_generator", [](DeviceIndex i) { return at::globalContext().defaultGenerator(c10::Device(kLazy, i)); });
   m.def("stats", [] { return std::vector<int64_t>(stats.begin(), stats.end()); });
   m.def("trace_for", &trace_for);
+  m.def("enter_segment", &enter_segment);
+  m.def("note_backward", &note_backward);
+  m.def("sequence_number", [] { return static_cast<int64_t>(at::sequence_number::peek()); });
+  m.def("backward_segment", &backward_segment);
+  m.def("set_schedule_key", [](uint64_t key) { schedule_key = key; });
   py::class_<Trace>(m, "Trace")
       .def("instrs", &instrs).def("args", &args).def("operands", &operands).def("scalars", &scalars).def("buffers", &buffers);
   py::class_<Program, std::shared_ptr<Program>>(m, "Program")
       .def(py::init<>())
+      .def_readwrite("order", &Program::order)
       .def("call", [](Program& p, int32_t instr, std::vector<int32_t> slots) {
         p.steps.push_back({Program::Call{std::move(slots)}, instr});
       })
       .def("launch", &add_launch)
-      .def("python", &add_python)
+      .def("python", [](Program& p, Program::Python step, int32_t instr) { p.steps.push_back({std::move(step), instr}); })
       .def("alloc", [](Program& p, int32_t slot, size_t nbytes) { p.steps.push_back({Program::Alloc{slot, nbytes}, -1}); })
       .def("free", [](Program& p, int32_t slot) { p.steps.push_back({Program::Free{slot}, -1}); })
       .def("finish", [](Program& p, int32_t slots, std::vector<std::pair<int32_t, int32_t>> inputs,

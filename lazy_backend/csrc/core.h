@@ -15,6 +15,10 @@
 #include <unordered_map>
 #include <vector>
 
+namespace torch::autograd {
+struct Node;
+}
+
 namespace lazysched {
 
 using c10::DeviceIndex;
@@ -31,8 +35,13 @@ struct Site {
 };
 Site capture_site();
 std::string describe_site(const Site& site);  // takes the GIL
-int64_t backward_sequence();                  // sequence number of the autograd node that runs now, -1 outside backward
 void set_capture(bool on);
+
+// Segments: named parts of the program, see segments.cpp. 0: none.
+int32_t enter_segment(int32_t segment);                  // this thread records in it from now on; returns the one before
+void note_backward(int64_t first, int32_t segment);      // autograd nodes made in this thread since number `first` are its backward
+int32_t current_segment(const torch::autograd::Node* node);  // of an op recorded now, while autograd runs `node` or null
+int32_t backward_segment();                              // that of the node that autograd runs in this thread; -1: it runs none
 
 enum class BufferKind : uint8_t { Input, Fresh, Generator };
 
@@ -114,6 +123,7 @@ struct Instr {
   int32_t generator = -1;                  // buffer of the random generator that it draws from
   Site site;
   int64_t sequence = 0, backward = -1;
+  int32_t segment = 0;
 };
 
 struct Trace {
@@ -221,6 +231,7 @@ struct Limits {
   size_t cache_size = 256;
 };
 inline Limits limits;
+inline std::atomic<uint64_t> schedule_key{0};  // part of every key; changes with what the schedules ask for
 
 // STATS in api.py names them.
 enum Stat {
@@ -230,7 +241,8 @@ inline std::array<std::atomic<int64_t>, kStats> stats;
 void count(const std::string& counter);  // in torch._lazy.metrics
 
 // These call Python; they take the GIL.
-void log_barrier(const char* kind, const std::string& reason, const Site& site, size_t ops, double milliseconds, bool hit);
+void log_barrier(const char* kind, const std::string& reason, const Site& site, size_t ops, double milliseconds, bool hit,
+                 int64_t order = -1);
 ProgramPtr compile_trace(Trace& trace, DeviceIndex device);
 void infer_in_python(const OpInfo& op, const IValue* args, const Stack& metas, DeviceIndex device, Inference& known);
 

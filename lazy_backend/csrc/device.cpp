@@ -207,9 +207,7 @@ DeviceIndex current_device() { return current_; }
 void set_current_device(DeviceIndex i) { Guard().setDevice({kLazy, i}); }
 c10::DeviceType physical_type() { return cuda_ ? c10::kCUDA : c10::kCPU; }
 Device physical_device(DeviceIndex i) { return cuda_ ? Device(c10::kCUDA, i) : Device(c10::kCPU); }
-void synchronize(DeviceIndex i) {
-  if (cuda_) cuda().synchronizeDevice(i);
-}
+void synchronize(DeviceIndex i) { if (cuda_) cuda().synchronizeDevice(i); }
 
 PlainDispatch::PlainDispatch(DeviceIndex i)
     : keys(c10::DispatchKeySet(c10::DispatchKey::BackendSelect),

@@ -58,6 +58,7 @@ std::unique_ptr<Trace> Recorder::take_trace() {
   auto trace = std::exchange(trace_, spare_ ? std::move(spare_) : std::make_unique<Trace>());
   trace_->reset(next_id_++);
   for (const auto& b : trace->buffers) trace->live.push_back(b->owned ? 1 : 0);
+  if (const uint64_t key = schedule_key) trace->hash = torch::lazy::HashCombine(trace->hash, hash_t(key));
   return trace;
 }
 
@@ -86,6 +87,7 @@ static Site site_of(const Trace& trace, const Instr& instr) {
 
 void Recorder::flush_locked(const char* kind, const std::string& reason, Site site) {
   auto trace = take_trace();
+  if (!trace && index != current_device()) return;  // mark_step() asks every device, most of which never did a thing
   if (!trace) return log_barrier(kind, reason, site, 0, 0, false);
   const size_t ops = trace->instrs.size();
   bool hit = false;
@@ -94,8 +96,10 @@ void Recorder::flush_locked(const char* kind, const std::string& reason, Site si
   int32_t failed = -1;
   std::exception_ptr error;
   std::string message;
+  int64_t order = -1;
   try {
     auto program = find(*trace, hit);
+    order = program->order;
     count(hit ? "CachedCompile" : "UncachedCompile");
     stats[hit ? kHits : kCompiles]++;
     program->run(*trace, index, failed);
@@ -116,7 +120,7 @@ void Recorder::flush_locked(const char* kind, const std::string& reason, Site si
   }
   settle(std::move(trace), error ? &message : nullptr);
   const auto milliseconds = std::chrono::duration<double, std::milli>(Clock::now() - start).count();
-  log_barrier(kind, reason, site, ops, milliseconds, hit);
+  log_barrier(kind, reason, site, ops, milliseconds, hit, order);
   if (error) std::rethrow_exception(error);
 }
 

@@ -2,7 +2,6 @@
 #include "core.h"
 #include <pybind11/pybind11.h>
 #include <c10/util/flat_hash_map.h>
-#include <torch/csrc/autograd/function.h>
 
 #include <cstring>
 
@@ -97,16 +96,7 @@ std::string describe_site(const Site& site) {
   return py::str("{}:{} in {}").format(py::handle(code->co_filename), line, py::handle(code->co_name));
 }
 
-int64_t backward_sequence() {
-  auto node = torch::autograd::get_current_node();
-  return node ? static_cast<int64_t>(node->sequence_nr()) : -1;
-}
-
-GilRelease::GilRelease() {
-  if (Py_IsInitialized() && PyGILState_Check()) state = PyEval_SaveThread();
-}
-GilRelease::~GilRelease() {
-  if (state) PyEval_RestoreThread(static_cast<PyThreadState*>(state));
-}
+GilRelease::GilRelease() { if (Py_IsInitialized() && PyGILState_Check()) state = PyEval_SaveThread(); }
+GilRelease::~GilRelease() { if (state) PyEval_RestoreThread(static_cast<PyThreadState*>(state)); }
 
 }  // namespace lazysched

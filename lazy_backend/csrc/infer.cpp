@@ -1,6 +1,5 @@
 // Infers shapes: has infer.py run an op on Meta once per (op, layouts, constants), and remembers what it said.
 #include "core.h"
-#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 
@@ -40,14 +39,6 @@ Stack meta_args(const OpInfo& op, const IValue* args) {
   return metas;
 }
 
-// Torch functions of the user's Python must not see Meta calls.
-struct NoTorchFunction {
-  using TLS = at::impl::PythonTorchFunctionTLS;
-  NoTorchFunction() { TLS::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED); }
-  ~NoTorchFunction() { TLS::set_disabled_state(before); }
-  const at::impl::TorchFunctionDisabledState before = TLS::get_disabled_state();
-};
-
 // What the user did wrong is said when the op itself is recorded or run.
 struct Silent final : c10::WarningHandler {
   void process(const c10::Warning&) override {}
@@ -55,7 +46,6 @@ struct Silent final : c10::WarningHandler {
 
 InferencePtr infer(const OpInfo& op, const IValue* args, DeviceIndex device) {
   PlainDispatch plain(device);
-  NoTorchFunction python_is_off;
   Silent silent;
   c10::WarningUtils::WarningHandlerGuard warnings(&silent);
   stats[kInfers]++;

@@ -178,7 +178,13 @@ struct Runner {
 
   void run(const Program::Alloc& a, int32_t) { slots[a.slot] = physical_bytes(a.nbytes, device); }
   void run(const Program::Free& f, int32_t) { slots[f.slot] = c10::Storage(); }
-  void run(const Program::Python& p, int32_t) { p.run(slots, trace.scalars); }
+  void run(const Program::Python& step, int32_t) {
+    std::vector<std::optional<at::Tensor>> bytes;
+    std::vector<c10::Scalar> numbers;
+    for (const auto& s : slots) bytes.push_back(s ? std::optional<at::Tensor>(bytes_of(s)) : std::nullopt);
+    for (const auto& v : trace.scalars) numbers.push_back(v.toScalar());
+    step(bytes, numbers);
+  }
 };
 
 }  // namespace

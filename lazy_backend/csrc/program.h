@@ -24,7 +24,8 @@ struct Program {
   };
   struct Alloc { int32_t slot; size_t nbytes; };
   struct Free { int32_t slot; };
-  struct Python { std::function<void(const std::vector<c10::Storage>&, const std::vector<IValue>&)> run; };
+  // A Python function of every slot's bytes (none where it is empty) and the recording's numbers.
+  using Python = std::function<void(const std::vector<std::optional<at::Tensor>>&, const std::vector<c10::Scalar>&)>;
   struct Step {
     std::variant<Call, Launch, Alloc, Free, Python> what;
     int32_t instr;  // the recorded op that it runs, to name when it fails
@@ -36,6 +37,7 @@ struct Program {
   std::vector<std::pair<int32_t, int32_t>> inputs;  // (buffer, slot)
   std::vector<Output> outputs;
   int64_t nodes = 0, dead = 0, launches = 0;
+  int64_t order = -1;  // which report tells how its segments were ordered
 
   // Runs on the physical device. On failure `failed` names the instruction; results that were ready are handed out all the same.
   void run(Trace& trace, DeviceIndex device, int32_t& failed) const;

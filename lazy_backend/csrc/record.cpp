@@ -4,6 +4,7 @@
 #include <ATen/SequenceNumber.h>
 #include <ATen/ops/_local_scalar_dense_native.h>
 #include <c10/core/DefaultDtype.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <bit>
 #include <sstream>
@@ -328,7 +329,8 @@ const char* Recorder::append(const OpInfo& op, const IValue* args, c10::ArrayRef
   static thread_local std::vector<uint64_t> words;
   words.clear();
   const Site site = capture_site();  // these two may wait for the GIL
-  const int64_t backward = backward_sequence();
+  const auto node = torch::autograd::get_current_node();
+  const int32_t segment = current_segment(node.get());
   std::lock_guard<std::mutex> lock(mutex);
   bool lent = false;
   each_tensor(op, args, [&](size_t, const at::Tensor& t) {
@@ -340,7 +342,9 @@ const char* Recorder::append(const OpInfo& op, const IValue* args, c10::ArrayRef
   Instr instr{&op, static_cast<int32_t>(t.args.size())};
   instr.site = site;
   instr.sequence = static_cast<int64_t>(at::sequence_number::peek());
-  instr.backward = backward;
+  instr.backward = node ? static_cast<int64_t>(node->sequence_nr()) : -1;
+  instr.segment = segment;
+  if (segment) words.push_back(static_cast<uint64_t>(segment));
   for (size_t i = 0; i < op.args.size(); i++) t.add_arg(op.args[i], args[i], instr, words);
   if (op.random) {
     if (instr.generator < 0) instr.generator = t.number(default_generator_buffer(index), words);

@@ -1,0 +1,160 @@
+"""`LazyScheduler`: the user's order for the segments of a region or a run. Imports `barriers` and `lazy_backend` parts below."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import sys
+import types
+import warnings
+from typing import Iterator, Sequence
+
+from torch import nn
+
+from barriers.barrier import Barrier, BarrierKind
+from barriers.order import Ordered, Refusal
+from barriers.wishes import check, wishes_of
+from ir_nodes import SegmentCall
+from lazy_backend import api, core, orders
+from lazy_backend.segments import Steps, segments, thread
+
+_STEP_ENDS = (BarrierKind.MARK_STEP, BarrierKind.OPTIMIZER_STEP, BarrierKind.SCHEDULE)
+_active: list[LazyScheduler] = []
+
+
+class ScheduleError(RuntimeError):
+    """With ``strict=True``: an order that data flow does not allow. Everything was computed all the same."""
+
+
+class LazyScheduler:
+    """Runs segments in the order of ``schedule``: each of them as a whole before the next. Hooks count as well.
+
+        with LazyScheduler(schedule=["sdd_fwd", "overarch_func2_bwd"]) as s:
+            train_step()
+        print(s.report())
+
+    Data flow always wins: where it forbids an order, the numbers are right and `report` says which tensor forbade it; with
+    ``strict`` the region ends with ScheduleError. ``start`` and ``stop`` serve a whole run. It holds for what its own thread
+    calls, and begins anew with every step. Raises SegmentError for an unknown name, ContradictionError for a circle.
+    """
+
+    def __init__(self, schedule: Sequence[str] | None = None, *, strict: bool = False) -> None:
+        if isinstance(schedule, str):
+            raise ValueError(f"schedule is a list of names, got the text {schedule!r}: write [{schedule!r}]")
+        self.schedule = list(schedule or [])
+        self.strict = strict
+        self.owner = orders.owner_of(tuple(self.schedule), strict)
+        self._wishes = wishes_of(self.schedule, owner=self.owner)
+        self._steps: list[list[Ordered]] = [[]]  # reports of the recordings of the last finished step, then of this one
+        self._warned: set[str] = set()
+        self._outer = 0
+
+    def start(self) -> LazyScheduler:
+        """From now on this thread's segments follow the schedule."""
+        for name in self.schedule:
+            if name not in segments and not is_written_in_code(name):
+                segments.get(name)  # raises, and says what may have been meant
+        check([*self._wishes, *segments.hooks()])
+        orders.enforce(self.owner, self._wishes)
+        self._outer, thread.owner = thread.owner, self.owner
+        _active.append(self)
+        return self
+
+    def stop(self) -> None:
+        """Run what is recorded, and let the program's own order hold again. Raises ScheduleError."""
+        if self not in _active:
+            return
+        if core.is_started():
+            for index in range(core.device_count()):
+                core.get().barrier(index, BarrierKind.SCHEDULE.label, "LazyScheduler ended")
+        _active.remove(self)
+        thread.owner = self._outer
+        if not any(one.owner == self.owner for one in _active):
+            orders.enforce(self.owner, ())
+        refusals = [refusal for refusal in self.refusals() if not refusal.partly]
+        if self.strict and refusals:
+            raise ScheduleError("the schedule could not be honoured: " + "; ".join(map(str, refusals)))
+
+    def __enter__(self) -> LazyScheduler:
+        return self.start()
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is None:
+            self.stop()
+        else:  # the region's own error matters more than an order
+            strict, self.strict = self.strict, False
+            try:
+                self.stop()
+            finally:
+                self.strict = strict
+
+    # ---- what happened ------------------------------------------------------------------------------------------------
+
+    def note(self, barrier: Barrier, order: int) -> None:
+        if order >= 0:
+            self._steps[-1].append(orders.reports[order])
+        if barrier.kind in _STEP_ENDS and self._steps[-1]:
+            self._miss()
+            self._steps = [self._steps[-1], []]
+
+    def _miss(self) -> None:
+        ran = {call.name for report in self._steps[-1] for call in report.recorded}
+        for name in self.schedule:
+            if name not in ran and name not in self._warned:
+                self._warned.add(name)
+                warnings.warn(f"the schedule names {name!r}, which did not run in this step; the others go on", stacklevel=2)
+
+    def _last_step(self) -> list[Ordered]:
+        return next((step for step in reversed(self._steps) if step), [])
+
+    def recorded_execution_order(self) -> list[str]:
+        """The segments of the last step in the order in which they ran on the device; later calls as "name#1"."""
+        return [str(call) for report in self._last_step() for call in report.scheduled]
+
+    def refusals(self) -> list[Refusal]:
+        """Orders that the last step could not honour, or only in part."""
+        return [refusal for report in self._last_step() for refusal in report.refusals]
+
+    def report(self) -> str:
+        """The last step in words: what was wanted, recorded and run, and what data flow forbade."""
+        step = self._last_step()
+
+        def line(calls: Iterator[SegmentCall]) -> str:
+            return " -> ".join(map(str, calls)) or "(nothing)"
+
+        wanted = [f"  {wish}   ({wish.cause})" for wish in [*self._wishes, *segments.hooks()]]
+        lines = ["wanted:", *(wanted or ["  (nothing)"])]
+        lines += ["recorded: " + line(itertools.chain(*(report.recorded for report in step)))]
+        lines += ["run:      " + line(itertools.chain(*(report.scheduled for report in step)))]
+        refused = self.refusals()
+        lines += [f"could not be honoured: {refusal}" for refusal in refused if not refusal.partly]
+        lines += [f"only in part: {refusal}" for refusal in refused if refusal.partly]
+        return "\n".join(lines)
+
+
+def is_written_in_code(name: str) -> bool:
+    """Does some module's method, or a function beside it, name both `segment` and this text? Then it has a block of that name."""
+    classes = [nn.Module]
+    for cls in classes:
+        classes += [sub for sub in cls.__subclasses__() if sub not in classes]
+    own = [cls for cls in classes if not cls.__module__.startswith("torch")]
+    homes = [vars(sys.modules[home]) for home in {"__main__", *(cls.__module__ for cls in own)} if home in sys.modules]
+    return any(
+        holds(inspect.unwrap(value).__code__, name) for space in [*map(vars, own), *homes] for value in list(space.values())
+        if isinstance(value, types.FunctionType)
+    )
+
+
+def holds(code: types.CodeType, text: str) -> bool:
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return ("segment" in code.co_names and text in code.co_consts) or any(holds(one, text) for one in inner)
+
+
+def note(barrier: Barrier, order: int) -> None:
+    if barrier.kind in _STEP_ENDS:
+        Steps.number += 1
+    for scheduler in list(_active):
+        scheduler.note(barrier, order)
+
+
+api.listeners.append(note)
