@@ -243,9 +243,9 @@ def test_scheduling_grows_linearly() -> None:
         times = []
         for _ in range(3):
             graph, asked = chain(nodes, 200)
-            start = time.perf_counter()
+            start = time.process_time()
             report = order_segments(graph, asked)
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
             assert len(report.honoured) == 100 and not report.refusals
         return min(times)
 

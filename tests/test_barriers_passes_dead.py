@@ -135,8 +135,8 @@ def test_time_is_linear() -> None:
     seconds = []
     for length in (2_000, 20_000):
         graph = _chain(length)
-        start = time.perf_counter()
+        start = time.process_time()
         eliminate_dead(graph)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
         assert len(graph.nodes) == length // 2
     assert seconds[1] < 40 * max(seconds[0], 1e-3)

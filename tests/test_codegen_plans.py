@@ -46,9 +46,9 @@ def test_planning_time_is_linear_and_short() -> None:
     seconds = []
     for length in (500, 2000):
         graph = chain(length)
-        start = time.perf_counter()
+        start = time.process_time()
         plan(graph)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     assert seconds[1] < 4 and seconds[1] < 12 * seconds[0]
 
 
