@@ -51,15 +51,17 @@ class Segments:
                                    "another name, or remove that one first with its handle")
             self._named[segment.name] = segment
 
-    def add_block(self, name: str, backward: bool) -> None:
+    def add_block(self, name: str, backward: bool) -> Segment:
         """A `with segment(name)` block; the same block may run again and again. Raises SegmentError for another's name."""
         with self._lock:
             known = self._named.get(name)
             if known is None:
                 self.add(Segment(name, backward))
-            elif known.part or known.backward is not backward:
+                return self._named[name]
+            if known.part or known.backward is not backward:
                 part = known.part or "another with block"
                 raise SegmentError(f"{name!r} is the segment of {part} already; choose another name")
+            return known
 
     def remove(self, name: str) -> None:
         with self._lock:
@@ -75,6 +77,9 @@ class Segments:
             known = ", ".join(map(repr, self._named)) or "none yet"
         hint = f"did you mean {close[0]!r}?" if close else "register_segment(module.method, name=...) makes one."
         raise SegmentError(f"there is no segment {name!r}; {hint} Registered: {known}")
+
+    def has(self, segment: Segment) -> bool:
+        return self._named.get(segment.name) is segment
 
     def __contains__(self, name: str) -> bool:
         return name in self._named
@@ -112,9 +117,11 @@ class Segments:
     def call(self, name: str, backward: bool, call: int, parent: int, owner: int) -> int:
         """The number of this call of a segment inside call ``parent`` (0: in none), under scheduler ``owner`` (0: none)."""
         key = (name, backward, call, parent, owner)
-        with self._lock:
-            number = self._calls.get(key)
-            if number is None:
-                number = self._calls[key] = len(self.calls)
-                self.calls.append(SegmentCall(name, backward, call, self.calls[parent], owner))
+        number = self._calls.get(key)  # without the lock: this runs at every call of a segment
+        if number is not None:
             return number
+        with self._lock:
+            if key not in self._calls:
+                self.calls.append(SegmentCall(name, backward, call, self.calls[parent], owner))
+                self._calls[key] = len(self.calls) - 1
+            return self._calls[key]

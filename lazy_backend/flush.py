@@ -12,7 +12,7 @@ from codegen.engine import Context, EngineError
 from codegen.executable import Emit, Program, assemble
 from ir_nodes import Graph, printer, settings
 from lazy_backend import core, orders
-from lazy_backend.segments import segments
+from lazy_backend.entered import segments
 from lazy_backend.trace import Recording, to_graph
 
 

@@ -16,7 +16,7 @@ from barriers.order import Ordered, Refusal
 from barriers.wishes import check, wishes_of
 from ir_nodes import SegmentCall
 from lazy_backend import api, core, orders
-from lazy_backend.segments import Steps, segments, thread
+from lazy_backend.entered import Steps, segments, thread
 
 _STEP_ENDS = (BarrierKind.MARK_STEP, BarrierKind.OPTIMIZER_STEP, BarrierKind.SCHEDULE)
 _active: list[LazyScheduler] = []
@@ -91,8 +91,9 @@ class LazyScheduler:
     # ---- what happened ------------------------------------------------------------------------------------------------
 
     def note(self, barrier: Barrier, order: int) -> None:
-        if order >= 0:
-            self._steps[-1].append(orders.reports[order])
+        report = orders.report(order)
+        if report is not None:
+            self._steps[-1].append(report)
         if barrier.kind in _STEP_ENDS and self._steps[-1]:
             self._miss()
             self._steps = [self._steps[-1], []]

@@ -1,7 +1,7 @@
 """Names parts of a program: `register_segment` and its like. Imports torch, `barriers.segment` and `lazy_backend` parts below.
 
-A registered method is found through its class: the class's function is replaced once by one that asks whether this module's
-method has a name. So copies and pickles of the module are not touched, and nothing is left behind when a handle is removed.
+A registered method is found through its class: while some module's method has a name, the class's function is one that asks
+whether this module's has. So copies and pickles of the module are not touched.
 """
 
 from __future__ import annotations
@@ -9,112 +9,19 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from typing import Any, Callable, Iterator, Mapping
+from typing import Any, Callable, Mapping
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from barriers.segment import Segment, SegmentError, Segments
-from lazy_backend import core
+from barriers.segment import Segment, SegmentError
+from lazy_backend.entered import Before, Part, enter, leave, segments
 
-segments = Segments()
 _lock = threading.RLock()
-
-
-class Part:
-    """A module's method or a `with` block, and the segments that name it and its backward."""
-
-    def __init__(self) -> None:
-        self.names: list[Segment] = []
-        self.runs: list[int] = []  # backward calls of the last forward runs: a recomputed forward is that of the latest
-
-    def pick(self, backward: bool, call: int) -> Segment | None:
-        """The segment of this direction that call number ``call`` of a step belongs to."""
-        fitting = [s for s in self.names if s.backward is backward and s.nth_call in (None, call)]
-        return next((s for s in fitting if s.nth_call is not None), fitting[0] if fitting else None)
-
-
-class _Thread(threading.local):
-    """What runs in this thread: numbers of `Segments.calls`."""
-
-    def __init__(self) -> None:
-        self.forward = self.backward = self.owner = 0
-        self.step = self.recording = -1
-        self.step_calls: dict[Part, int] = {}
-        self.calls: dict[str, int] = {}
-
-    def renew(self, step: int, recording: int) -> None:
-        """Start counting calls anew where another step, or another recording, has begun."""
-        if self.step != step:
-            self.step, self.step_calls = step, {}
-        if self.recording != recording:
-            self.recording, self.calls = recording, {}
-
-    def count(self, name: str) -> int:
-        self.calls[name] = self.calls.get(name, -1) + 1
-        return self.calls[name]
-
-
-thread = _Thread()
-_FLUSHES = 9  # of the core's stats
-
-
-class Steps:
-    """Counts the steps of the program: what lies between two ends of `optimizer.step()` or `mark_step()`."""
-
-    number = 0
-
-
-class Entered:
-    """`with Entered(part)`: what is recorded inside belongs to the part's segments, and so does its backward."""
-
-    def __init__(self, part: Part) -> None:
-        self.part = part
-        self.native: Any = None
-
-    def __enter__(self) -> None:
-        if not self.part.names or not core.is_started():
-            return
-        self.native = core.get()
-        self.before = (thread.forward, thread.backward)
-        if self.native.backward_segment() >= 0:
-            self._recompute()
-        else:
-            self._run()
-        self.before_native = self.native.enter_segment(thread.forward)
-        self.first = self.native.sequence_number()
-
-    def _run(self) -> None:
-        thread.renew(Steps.number, self.native.stats()[_FLUSHES])
-        call = thread.step_calls.get(self.part, 0)
-        thread.step_calls[self.part] = call + 1
-        forward, backward = self.part.pick(False, call), self.part.pick(True, call)
-        if forward is not None:
-            thread.forward = segments.call(forward.name, False, thread.count(forward.name), thread.forward, thread.owner)
-        self.made = backward is not None
-        if backward is not None:
-            thread.backward = segments.call(backward.name, True, thread.count(backward.name), thread.backward, thread.owner)
-            self.part.runs = [*self.part.runs[-63:], thread.backward]
-
-    def _recompute(self) -> None:
-        """Checkpointing runs the forward again while autograd runs: that is a part of the backward."""
-        self.made = bool(self.part.runs)
-        if self.made:
-            thread.forward = thread.backward = self.part.runs.pop()
-
-    def __exit__(self, *error: object) -> None:
-        if self.native is None:
-            return
-        if self.made:
-            self.native.note_backward(self.first, thread.backward)
-        self.native.enter_segment(self.before_native)
-        thread.forward, thread.backward = self.before
-        self.native = None
-
-
 _parts: weakref.WeakKeyDictionary[nn.Module, dict[str, Part]] = weakref.WeakKeyDictionary()
-_replaced: dict[tuple[type, str], Callable[..., Any]] = {}
-_blocks: dict[str, Part] = {}
+_modules: dict[str, weakref.ref[nn.Module]] = {}  # whose method each segment names
+_watched: dict[tuple[type, str], tuple[Callable[..., Any], set[str]]] = {}  # the class's own function, and who needs it replaced
+_blocks: dict[tuple[str, str | None], Part] = {}
 on_hooks: list[Callable[[], None]] = []  # called when hooks have changed
 
 
@@ -131,6 +38,8 @@ def register_segment(
         raise SegmentError(f"nth_call counts calls from 0, got {nth_call!r}")
     segment = Segment(name, is_backward, nth_call, f"{type(module).__name__}.{attribute}")
     with _lock:
+        if name in _modules and _modules[name]() is None:  # the module has gone, and its names with it
+            forget(name)
         part = _parts.setdefault(module, {}).setdefault(attribute, Part())
         twice = [s for s in part.names if (s.backward, s.nth_call) == (is_backward, nth_call)]
         if twice:
@@ -138,7 +47,8 @@ def register_segment(
             raise SegmentError(f"the {direction} of {segment.part} is the segment {twice[0].name!r} already")
         segments.add(segment)
         part.names.append(segment)
-        watch(type(module), attribute)
+        _modules[name] = weakref.ref(module)
+        watch(type(module), attribute, name)
     return handle(lambda: remove(part, segment))
 
 
@@ -190,31 +100,46 @@ def definer(cls: type, name: str) -> type:
     return next(base for base in cls.__mro__ if name in vars(base))
 
 
-def watch(cls: type, name: str) -> None:
-    """Replace the function that defines ``name`` for ``cls``, once."""
-    owner = definer(cls, name)
-    if (owner, name) in _replaced:
+def watch(cls: type, attribute: str, name: str) -> None:
+    """Replace the function that defines ``attribute`` for ``cls``, as long as the segment ``name`` is there."""
+    owner = definer(cls, attribute)
+    if (owner, attribute) in _watched:
+        _watched[owner, attribute][1].add(name)
         return
-    original = vars(owner)[name]
+    original = vars(owner)[attribute]
 
     @functools.wraps(original)
     def watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        part = _parts.get(self, {}).get(name)
-        if part is None or definer(type(self), name) is not owner:  # not named, or called by an overriding method
+        part = _parts.get(self, {}).get(attribute)
+        if part is None or definer(type(self), attribute) is not owner:  # not named, or called by an overriding method
             return original(self, *args, **kwargs)
-        with Entered(part):
+        before = enter(part)
+        try:
             return original(self, *args, **kwargs)
+        finally:
+            leave(before)
 
-    _replaced[owner, name] = original
-    setattr(owner, name, watched)
+    _watched[owner, attribute] = original, {name}
+    setattr(owner, attribute, watched)
 
 
 def remove(part: Part, segment: Segment) -> None:
     with _lock:
         if segment in part.names:
             part.names.remove(segment)
-            segments.remove(segment.name)
+            forget(segment.name)
     hooks_changed()
+
+
+def forget(name: str) -> None:
+    """Take a segment away; a class's function comes back when nobody needs it replaced."""
+    segments.remove(name)
+    _modules.pop(name, None)
+    for (owner, attribute), (original, names) in list(_watched.items()):
+        names.discard(name)
+        if not names and getattr(vars(owner).get(attribute), "__wrapped__", None) is original:  # else another wraps ours
+            del _watched[owner, attribute]
+            setattr(owner, attribute, original)
 
 
 def handle(action: Callable[[], object]) -> RemovableHandle:
@@ -235,22 +160,25 @@ class segment:  # noqa: N801  (used like a function)
     """``with segment("a1"): ...``: what is recorded inside is the segment ``a1``; its backward is ``backward``, if given."""
 
     def __init__(self, name: str, backward: str | None = None) -> None:
-        with _lock:
-            segments.add_block(name, False)
-            part = _blocks.get(name)
-            if part is None:
-                part = _blocks[name] = Part()
-                part.names.append(segments.get(name))
-            if backward is not None and all(s.name != backward for s in part.names):
-                segments.add_block(backward, True)
-                part.names.append(segments.get(backward))
-        self.entered = Entered(part)
+        part = _blocks.get((name, backward))
+        if part is None or not all(segments.has(one) for one in part.names):
+            part = block(name, backward)
+        self.part = part
 
     def __enter__(self) -> None:
-        self.entered.__enter__()
+        self.before: Before | None = enter(self.part)
 
     def __exit__(self, *error: object) -> None:
-        self.entered.__exit__(*error)
+        leave(self.before)
+
+
+def block(name: str, backward: str | None) -> Part:
+    """The part of all blocks of this name. Raises SegmentError where a method or another block has it."""
+    with _lock:
+        names = [segments.add_block(name, False)]
+        if backward is not None:
+            names.append(segments.add_block(backward, True))
+        return _blocks.setdefault((name, backward), Part(*names))
 
 
 def hooks_changed() -> None:
@@ -284,6 +212,3 @@ def register_segment_backward_hook(anchor: str, segment: str) -> RemovableHandle
     """Run ``segment`` right after the backward segment ``anchor``. Raises SegmentError."""
     return _hook(anchor, segment, True, False)
 
-
-def block_names() -> Iterator[str]:
-    yield from _blocks

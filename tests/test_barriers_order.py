@@ -83,29 +83,23 @@ def test_a_hook_brings_a_later_segment_forward() -> None:
     assert three().order(Wish("c", "a", Moves.EARLIER)) == ["c", "c", "a", "a", "b", "b"]
 
 
-def test_what_a_moved_segment_needs_moves_with_it() -> None:
+def line_of(*steps: tuple[str, str, str]) -> Toy:
+    """A toy of single ops: (segment or "", result, what it reads)."""
     toy = Toy("x")
-    toy.op("a", "x")
-    toy.end("a")
-    toy.op("between", "x")
-    toy.op("table", "x")
-    toy.end("")
-    for node in toy.graph.nodes[1:]:
-        node.segment = None
-    toy.op("b", "table")
-    toy.end("b")
+    for segment, out, read in steps:
+        toy.op(out, read)
+        toy.graph.nodes[-1].segment = SegmentCall(segment) if segment else None
+    return toy
+
+
+def test_what_a_moved_segment_needs_moves_with_it() -> None:
+    toy = line_of(("a", "a", "x"), ("", "between", "x"), ("", "table", "x"), ("b", "b", "table"))
     assert toy.order(Wish("b", "a", Moves.EARLIER)) == ["-", "b", "a", "-"]
     assert toy.report.refusals == []
 
 
 def test_who_uses_a_delayed_segment_waits_for_it() -> None:
-    toy = Toy("x")
-    toy.op("a", "x")
-    toy.end("a")
-    toy.op("user", "a")
-    toy.end("user")
-    toy.op("c", "x")
-    toy.end("c")
+    toy = line_of(("a", "a", "x"), ("user", "user", "a"), ("c", "c", "x"))
     assert toy.order(*wishes_of(["c", "a"])) == ["c", "a", "user"]
 
 
@@ -138,12 +132,7 @@ def test_shared_memory_is_a_dependency(written_first: bool) -> None:
 
 
 def test_a_segment_right_beside_its_anchor_says_what_had_to_stand_between() -> None:
-    toy = Toy("x")
-    toy.op("a", "x")
-    toy.end("a")
-    toy.op("m", "a")
-    toy.op("b", "m")
-    toy.graph.nodes[-1].segment = SegmentCall("b")
+    toy = line_of(("a", "a", "x"), ("", "m", "a"), ("b", "b", "m"))
     assert toy.order(Wish("a", "b", Moves.EARLIER)) == ["a", "-", "b"]
     (note,) = toy.report.refusals
     assert note.partly and "1 ops have to run between them, the first `sin`" in note.reason

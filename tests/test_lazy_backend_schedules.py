@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lazy_backend
 from lazy_backend import LazyScheduler, register_segments
-from lazy_backend.segments import segments
+from lazy_backend.entered import segments
 from tests.device import DEVICE
 from tests.towers import Tower, name_all, pair, same, train
 

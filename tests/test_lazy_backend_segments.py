@@ -14,8 +14,9 @@ from torch import nn
 import lazy_backend
 from barriers.segment import SegmentError
 from barriers.wishes import ContradictionError
-from lazy_backend import LazyScheduler, ScheduleError, register_segment, register_segments, segment
-from lazy_backend.segments import segments
+from ir_nodes import settings
+from lazy_backend import LazyScheduler, ScheduleError, orders, register_segment, register_segments, segment
+from lazy_backend.entered import segments
 from tests import towers
 from tests.device import DEVICE
 from tests.towers import FUNC1, Tower, name_all, pair, same, train
@@ -194,6 +195,7 @@ def test_mistakes_are_errors_that_name_the_fix(mistake: str) -> None:
 
 def test_copies_and_pickles_of_a_module_are_ordinary_ones() -> None:
     model, _ = pair(Tower)
+    own = vars(Tower)["func1"]
     handles = [register_segment(model.func1, name="one"), register_segment(model.forward, name="all")]
     twin = copy.deepcopy(model)
     again = pickle.loads(pickle.dumps(model))
@@ -203,9 +205,29 @@ def test_copies_and_pickles_of_a_module_are_ordinary_ones() -> None:
     assert scheduler.recorded_execution_order() == []
     for handle in handles:
         handle.remove()
+    assert vars(Tower)["func1"] is own, "nothing is left behind"
     with LazyScheduler() as scheduler:
         model(x).sum().item()
     assert scheduler.recorded_execution_order() == []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         register_segment(model.func1, name="one")
+
+
+def test_a_segment_goes_with_its_module() -> None:
+    for _ in range(2):
+        name_all(Tower())
+    with pytest.raises(SegmentError, match="a segment 'one' already"):
+        alive = Tower(), Tower()
+        for model in alive:
+            name_all(model)
+
+
+def test_reports_are_kept_for_the_programs_that_are_kept() -> None:
+    model, _ = pair(Tower)
+    name_all(model)
+    with settings.override(cache_size=2), LazyScheduler() as scheduler:
+        for rows in range(1, 7):
+            model(torch.ones(rows, 6, device=DEVICE)).sum().item()
+            assert scheduler.recorded_execution_order()[-3:] == ["one", "two", "join"]
+    assert len(orders._reports) == 2
