@@ -12,8 +12,12 @@ from ir_nodes import Graph, Node, Value
 
 
 def older_values(graph: Graph) -> dict[Value, Value]:
-    """For each value the one that it replaces in memory. Passes may have removed versions between the two."""
-    return {new: old for values in graph.values for old, new in zip(values, values[1:])}
+    """For each value the one that it replaces in memory, where a node knows that one. Passes may have removed some in between."""
+    found: dict[Value, Value] = {}
+    for values in graph.values:
+        if len(values) > 2 or (len(values) == 2 and values[0].users):
+            found.update((new, old) for old, new in zip(values, values[1:]) if old.users or old.producer)
+    return found
 
 
 def needs(node: Node, older: dict[Value, Value]) -> Iterator[tuple[Node, Value, str]]:
@@ -33,7 +37,23 @@ def needs(node: Node, older: dict[Value, Value]) -> Iterator[tuple[Node, Value, 
 
 
 def predecessors(graph: Graph) -> list[list[int]]:
-    """For each node of ``graph.nodes`` the positions of those that must run before it. Linear in operands."""
+    """For each node of ``graph.nodes`` the positions of those that must run before it. Linear in operands.
+
+    The same as `needs`, written out: this is most of what scheduling costs.
+    """
     older = older_values(graph)
     place = {node: position for position, node in enumerate(graph.nodes)}
-    return [list({place[other]: None for other, _, _ in needs(node, older)}) for node in graph.nodes]
+    found: list[list[int]] = []
+    for node in graph.nodes:
+        others = {operand.value.producer for operand in node.reads}
+        for write in node.writes + node.effects if node.effects else node.writes:
+            if write.base is not None:
+                others.add(write.base.producer)
+            old = older.get(write.value) if older else None
+            if old is not None:
+                others.update(old.users)
+                others.add(old.producer)
+        others.discard(None)
+        others.discard(node)
+        found.append(sorted(map(place.__getitem__, others)) if len(others) > 1 else [place[other] for other in others if other])
+    return found

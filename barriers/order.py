@@ -1,45 +1,35 @@
-"""Orders a recording as its schedule wishes, as far as data flow allows. Imports `ir_nodes` and `barriers` parts only.
-
-List scheduling: of the nodes that are ready, the one with the smallest key runs next. Keys are recorded positions, except
-that a wish may give a segment the place beside another. Time grows linearly with nodes, edges and wishes (but for the heap).
-"""
+"""Orders a recording as its schedule wishes, as far as data flow allows. Imports `ir_nodes` and `barriers` parts only."""
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from dataclasses import dataclass, field
-from typing import Iterator, Sequence
+from typing import Iterable, Sequence
 
 from barriers.accumulation import release_sums
-from barriers.dependencies import needs, older_values, predecessors
+from barriers.calls import Run, calls_of, first_come, positions_of, runs_of
+from barriers.dependencies import predecessors
+from barriers.hooks import Asked, Entry, ScheduleHook, consult
+from barriers.model import lanes, memory
+from barriers.placing import START, beside, keys, list_schedule
+from barriers.recorded import Constraint, Recorded, RecordedSegment, describe_calls
+from barriers.refusals import Refusal, at, data_flow
 from barriers.wishes import Moves, Wish, pairs
-from ir_nodes import BufferKind, Frame, Graph, Node, SegmentCall
-
-Key = tuple[float, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A wish that data flow forbids, or grants only in part; ``reason`` is a sentence for the user."""
-
-    earlier: SegmentCall
-    later: SegmentCall
-    reason: str
-    partly: bool = False
-
-    def __str__(self) -> str:
-        return f"wanted {self.earlier} before {self.later}, but {self.reason}"
+from ir_nodes import BufferKind, Graph, SegmentCall
+from ir_nodes.estimate import CPU, Cost, Rates, cost
 
 
 @dataclass(slots=True)
 class Ordered:
-    """What became of the wishes for one recording. Orders list each call of a segment once, by its first node."""
+    """What became of the wishes for one recording. Orders list each call of a segment once, by its first node.
+
+    ``problems``: what was wrong with schedule hooks, as sentences.
+    """
 
     recorded: list[SegmentCall] = field(default_factory=list)
     scheduled: list[SegmentCall] = field(default_factory=list)
     honoured: list[tuple[SegmentCall, SegmentCall]] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -48,240 +38,206 @@ class Member:
 
     call: SegmentCall
     bit: int
-    nodes: list[int] = field(default_factory=list)
+    nodes: list[int]
     waits: int = 0
 
 
-def order_segments(graph: Graph, wishes: Sequence[Wish]) -> Ordered:
-    """Reorder ``graph.nodes`` and set their stages. Without a wish about two segments that ran, the graph stays as it is."""
+@dataclass(slots=True)
+class Attempt:
+    """An order, as positions in the recorded one, and what it grants."""
+
+    order: Sequence[int]
+    members: dict[SegmentCall, Member]
+    granted: list[Entry]
+    refusals: list[Refusal]
+
+
+def order_segments(graph: Graph, wishes: Sequence[Wish], hooks: Sequence[ScheduleHook] = (), rates: Rates = CPU) -> Ordered:
+    """Reorder ``graph.nodes`` and set their stages. Where nothing is asked about what ran, the graph stays as it is.
+
+    ``rates``: what hooks' estimates of time go by.
+    """
     release_sums(graph)
-    calls = calls_of(graph)
-    report = Ordered(recorded=first_come(graph))
-    wanted = [(wish, a, b) for wish in wishes for a, b in pairs(wish, calls)]
-    if not wanted:
+    runs = runs_of(graph.nodes)
+    report = Ordered(recorded=first_come(runs))
+    calls = calls_of(runs)
+    asked = Asked([(wish, a, b) for wish in wishes for a, b in pairs(wish, calls)])
+    if not asked and not hooks:
         report.scheduled = report.recorded
         return report
-    members = members_of(graph, wanted)
-    before = predecessors(graph)
-    flow = masks(graph, members, before)
-    granted = [entry for entry in wanted if grant(entry, members, flow, before, graph, report)]
-    order = list_schedule(before, keys(granted, members, before), [(members[a].nodes, members[b].nodes) for _, a, b in granted])
+    sorter = Sorter(graph, runs, rates)
+    for hook in hooks:
+        told, recorded = sorter.tell(asked, hook.owner)
+        asked = asked + consult(hook, recorded, told, report.problems)
+    if not asked:
+        report.scheduled = report.recorded
+        return report
+    found = sorter.attempt(asked)
+    collective = sorter.collectives if asked.overlap else set()
     old = graph.nodes
-    graph.nodes = [old[position] for position in order]
-    set_stages(graph, members)
-    report.scheduled = first_come(graph)
-    note_distance(granted, graph, report)
+    graph.nodes = [old[position] for position in found.order]
+    runs = runs_of(graph.nodes)
+    set_stages(graph, runs, found.members, {old[position] for position in collective})
+    report.scheduled = first_come(runs)
+    report.honoured = [(a, b) for _, a, b in found.granted]
+    report.refusals = [*found.refusals, *distances(found.granted, graph, runs)]
     return report
 
 
-def runs_of(graph: Graph) -> Iterator[tuple[SegmentCall, int, int]]:
-    """Each stretch of nodes of one segment: the segment, its first position, the position behind its last."""
-    start = 0
-    for segment, nodes in itertools.groupby(graph.nodes, lambda node: node.segment):
-        end = start + sum(1 for _ in nodes)
-        if segment is not None:
-            yield segment, start, end
-        start = end
+class Sorter:
+    """Finds orders of one graph; what they all need is found once."""
+
+    def __init__(self, graph: Graph, runs: Sequence[Run], rates: Rates) -> None:
+        self.graph, self.runs, self.rates = graph, runs, rates
+        self.before = predecessors(graph)
+        self.positions = positions_of(runs)
+        self._costs: list[Cost] | None = None
+
+    @property
+    def costs(self) -> list[Cost]:
+        if self._costs is None:
+            self._costs = [cost(node, self.rates) for node in self.graph.nodes]
+        return self._costs
+
+    @property
+    def collectives(self) -> set[int]:
+        """Positions of collectives and of those who wait for them."""
+        found = {position for position, one in enumerate(self.costs) if one.collective}
+        return found | {position for position, others in enumerate(self.before) if not found.isdisjoint(others)}
+
+    def attempt(self, asked: Asked, more: Iterable[SegmentCall] = ()) -> Attempt:
+        """The order under what is ``asked``. ``more``: further calls to make members of."""
+        members = {call: Member(call, 1 << number, self.positions[call])
+                   for number, call in enumerate(dict.fromkeys([*asked.calls(), *more]))}
+        flow = masks(self.runs, members, self.before)
+        found = Attempt(range(len(self.before)), members, [], [])
+        for entry in asked.wishes:
+            refusal = self.refuse(entry, members, flow)
+            if refusal is None:
+                found.granted.append(entry)
+                members[entry[2]].waits |= members[entry[1]].bit
+            else:
+                found.refusals.append(refusal)
+        if found.granted or asked.early or asked.late or asked.overlap:
+            places = [*places_of(asked, members), *self.pulled(asked)]
+            key = keys(places, [members[call].nodes for call in asked.late], self.before)
+            edges = [(members[a].nodes, members[b].nodes) for _, a, b in found.granted]
+            found.order = list_schedule(self.before, key, edges, self.costs if asked.overlap else None)
+        return found
+
+    def refuse(self, entry: Entry, members: dict[SegmentCall, Member], flow: Sequence[int]) -> Refusal | None:
+        """Why the wish cannot be, or None."""
+        _, a, b = entry
+        earlier, later = members[a], members[b]
+        if a in b.chain() or b in a.chain():
+            return Refusal(a, b, "one is a part of the other")
+        if not waits_for(earlier, later, list(members.values())):
+            return None
+        start = next((position for position in earlier.nodes if flow[position] & later.bit), None)
+        if start is None:
+            others = ", ".join(str(one.call) for one in members.values() if one.bit & earlier.waits & ~earlier.bit)
+            return Refusal(a, b, f"{a} has to wait for {others}, which another part of the schedule places after {b}")
+        own = set(later.nodes)
+        return Refusal(a, b, data_flow(self.graph, self.before, a, b, start, own, lambda other: bool(flow[other] & later.bit)))
+
+    def pulled(self, asked: Asked) -> list[tuple[list[int], float]]:
+        if asked.overlap is None or not asked.overlap.pull:
+            return []
+        return [([position for position, one in enumerate(self.costs) if one.collective], START)]
+
+    def tell(self, asked: Asked, owner: int | None) -> tuple[dict[SegmentCall, RecordedSegment], Recorded]:
+        """What a hook of ``owner`` is told, after ``asked``."""
+        told = describe_calls(self.graph, self.runs, self.before, self.costs, owner)
+        call_of = {segment: call for call, segment in told.items()}
+        every = self.attempt(asked, told)
+        members = list(every.members.values())
+
+        def with_(constraints: Sequence[Constraint]) -> Sequence[int]:
+            return self.attempt(asked + Asked.of(constraints, told)).order
+
+        def allows(earlier: RecordedSegment, later: RecordedSegment) -> bool:
+            a, b = call_of[earlier], call_of[later]
+            apart = a not in b.chain() and b not in a.chain()
+            return apart and not waits_for(every.members[a], every.members[b], members)
+
+        def peak(constraints: Sequence[Constraint]) -> int:
+            return max(memory(self.graph, [self.graph.nodes[position] for position in with_(constraints)]), default=0)
+
+        def seconds(constraints: Sequence[Constraint]) -> float:
+            return max((span.end for span in lanes(with_(constraints), self.before, self.costs)), default=0.0)
+
+        buffers = [(one.nbytes, one.live, one.kind is not BufferKind.FRESH) for one in self.graph.buffers]
+        talking = any(one.collective for one in self.costs)
+        return told, Recorded(list(told.values()), buffers, talking, peak, seconds, allows)
 
 
-def calls_of(graph: Graph) -> dict[str, list[SegmentCall]]:
-    """The calls of each segment by name, in the order in which they ran."""
-    found: dict[str, dict[SegmentCall, None]] = {}
-    for segment, _, _ in runs_of(graph):
-        for call in segment.chain():
-            found.setdefault(call.name, {})[call] = None
-    return {name: sorted(calls, key=lambda call: call.call) for name, calls in found.items()}
+def places_of(asked: Asked, members: dict[SegmentCall, Member]) -> list[tuple[list[int], float]]:
+    """Where segments that leave their recorded place would like to be."""
+    places: list[tuple[list[int], float]] = [(members[call].nodes, START) for call in asked.early]
+    for number, (wish, a, b) in enumerate(asked.wishes, 1):
+        earlier, later = members[a].nodes, members[b].nodes
+        if wish.moves is Moves.EARLIER:
+            places.append((earlier, beside(later[0], number, behind=False)))
+        elif wish.moves is Moves.LATER:
+            places.append((later, beside(earlier[-1], number, behind=True)))
+    return places
 
 
-def first_come(graph: Graph) -> list[SegmentCall]:
-    """Every call by its first node; a segment stands before those inside it."""
-    seen: dict[SegmentCall, None] = {}
-    for segment, _, _ in runs_of(graph):
-        for call in reversed(list(segment.chain())):
-            seen[call] = None
-    return list(seen)
+def own_bits(runs: Sequence[Run], members: dict[SegmentCall, Member]) -> list[int]:
+    """For each run the members that it belongs to."""
+    return [sum(members[one].bit for one in call.chain() if one in members) if call else 0 for call, _, _ in runs]
 
 
-def members_of(graph: Graph, wanted: Sequence[tuple[Wish, SegmentCall, SegmentCall]]) -> dict[SegmentCall, Member]:
-    members: dict[SegmentCall, Member] = {}
-    for _, *both in wanted:
-        for call in both:
-            members.setdefault(call, Member(call, 1 << len(members)))
-    for segment, start, end in runs_of(graph):
-        for call in segment.chain():
-            if call in members:
-                members[call].nodes.extend(range(start, end))
-    return members
-
-
-def own_bits(graph: Graph, members: dict[SegmentCall, Member]) -> list[int]:
-    """For each node the members that it belongs to."""
-    bits = [0] * len(graph.nodes)
-    for segment, start, end in runs_of(graph):
-        bits[start:end] = [sum(members[call].bit for call in segment.chain() if call in members)] * (end - start)
-    return bits
-
-
-def masks(graph: Graph, members: dict[SegmentCall, Member], before: list[list[int]]) -> list[int]:
+def masks(runs: Sequence[Run], members: dict[SegmentCall, Member], before: list[list[int]]) -> list[int]:
     """For each node the members that must have run, at least in part, before it. Fills `Member.waits`."""
-    own = own_bits(graph, members)
     flow: list[int] = []
-    for predecessors_ in before:
-        mask = 0
-        for other in predecessors_:
-            mask |= flow[other] | own[other]
-        flow.append(mask)
-    for member in members.values():
-        for position in member.nodes:
-            member.waits |= flow[position]
+    seen: list[int] = []  # with the node's own members
+    for (call, start, end), own in zip(runs, own_bits(runs, members)):
+        waits = 0
+        for position in range(start, end):
+            mask = 0
+            for other in before[position]:
+                mask |= seen[other]
+            flow.append(mask)
+            seen.append(mask | own)
+            waits |= mask
+        for one in call.chain() if call and own else ():
+            if one in members:
+                members[one].waits |= waits
     return flow
 
 
-def grant(
-    entry: tuple[Wish, SegmentCall, SegmentCall],
-    members: dict[SegmentCall, Member],
-    flow: list[int],
-    before: list[list[int]],
-    graph: Graph,
-    report: Ordered,
-) -> bool:
-    """Accept the wish, or say in the report why it cannot be."""
-    wish, a, b = entry
-    earlier, later = members[a], members[b]
-    if a in b.chain() or b in a.chain():
-        report.refusals.append(Refusal(a, b, "one is a part of the other"))
-        return False
-    if waits_for(earlier, later, members):
-        report.refusals.append(Refusal(a, b, explain(earlier, later, members, flow, before, graph)))
-        return False
-    later.waits |= earlier.bit
-    report.honoured.append((a, b))
-    return True
-
-
-def waits_for(member: Member, other: Member, members: dict[SegmentCall, Member]) -> bool:
+def waits_for(member: Member, other: Member, members: Sequence[Member]) -> bool:
     """Must some of ``other`` run before some of ``member``, by data flow and the wishes granted so far?"""
-    by_bit = {one.bit: one for one in members.values()}
     seen, pending = 0, member.waits & ~member.bit
     while pending:
         if pending & other.bit:
             return True
         bit = pending & -pending
         seen |= bit
-        pending = (pending | by_bit[bit].waits) & ~seen & ~member.bit
+        pending = (pending | members[bit.bit_length() - 1].waits) & ~seen & ~member.bit
     return False
 
 
-def explain(
-    earlier: Member, later: Member, members: dict[SegmentCall, Member], flow: list[int], before: list[list[int]], graph: Graph
-) -> str:
-    """Which tensor makes ``earlier`` wait for ``later``."""
-    direct = [position for position in earlier.nodes if flow[position] & later.bit]
-    if not direct:
-        others = [str(one.call) for one in members.values() if one.bit & earlier.waits]
-        return f"{earlier.call} has to wait for {', '.join(others)}, which another part of the schedule places after {later.call}"
-    position = direct[0]
-    own = set(later.nodes)
-    while not own.intersection(before[position]):
-        position = next(other for other in before[position] if flow[other] & later.bit)
-    consumer = graph.nodes[position]
-    older = older_values(graph)
-    makers = {graph.nodes[other] for other in own}
-    maker, value, how = next(found for found in needs(consumer, older) if found[0] in makers)
-    if value.buffer.kind is BufferKind.GENERATOR:
-        places = f"{at(maker.frame)} and{at(consumer.frame)}"
-        return f"both draw random numbers from one generator{places}, and draws keep the program's order, so that numbers do too"
-    tensor = describe(value.buffer.nbytes, maker)
-    if how == "needs":
-        reader = f"{consumer.name}{at(consumer.frame)}"
-        return f"{earlier.call} needs {tensor} made{at(maker.frame)} by {later.call} ({reader} reads it)"
-    return f"{earlier.call} overwrites{at(consumer.frame)} memory ({tensor}) that {later.call} uses{at(maker.frame)}"
-
-
-def describe(nbytes: int, maker: Node) -> str:
-    layout = maker.writes[0].layout if maker.writes else None
-    shape = f"{str(layout.dtype).removeprefix('torch.')}{list(layout.size)}" if layout else f"{nbytes} bytes"
-    return f"`{maker.name}` {shape}"
-
-
-def at(frame: Frame | None) -> str:
-    return f" at {frame}" if frame else ""
-
-
-def keys(
-    granted: Sequence[tuple[Wish, SegmentCall, SegmentCall]], members: dict[SegmentCall, Member], before: list[list[int]]
-) -> list[Key]:
-    """The place that each node would like; what a segment that moves forward needs moves forward with it."""
-    key: list[Key] = [(float(position), 0) for position in range(len(before))]
-    pull: list[Key | None] = [None] * len(before)
-    for number, (wish, a, b) in enumerate(granted, 1):
-        if wish.moves is Moves.NEITHER:
-            continue
-        mover, anchor = (members[a], members[b]) if wish.moves is Moves.EARLIER else (members[b], members[a])
-        place = (anchor.nodes[0] - 0.5, number) if wish.moves is Moves.EARLIER else (anchor.nodes[-1] + 0.5, -number)
-        for position in mover.nodes:
-            key[position] = place
-            if place[0] < position:
-                pull[position] = place
-    for position in range(len(before) - 1, -1, -1):
-        wanted = pull[position]
-        if wanted is None:
-            continue
-        key[position] = min(key[position], wanted)
-        for other in before[position]:
-            pull[other] = min(pull[other] or wanted, wanted)
-    return key
-
-
-def list_schedule(before: list[list[int]], key: list[Key], edges: Sequence[tuple[list[int], list[int]]]) -> list[int]:
-    """Positions in their new order. Each of ``edges`` (all of these before all of those) becomes one node that does nothing."""
-    count = len(before)
-    waiting = [len(others) for others in before] + [len(first) for first, _ in edges]
-    after: list[list[int]] = [[] for _ in range(count + len(edges))]
-    for position, others in enumerate(before):
-        for other in others:
-            after[other].append(position)
-    for number, (first, then) in enumerate(edges, count):
-        for position in first:
-            after[position].append(number)
-        for position in then:
-            waiting[position] += 1
-        after[number] = list(then)
-    nowhere = (-1.0, 0)
-    ready = [(key[position], position) for position in range(count) if not waiting[position]]
-    heapq.heapify(ready)
-    order: list[int] = []
-    while ready:
-        _, position = heapq.heappop(ready)
-        if position < count:
-            order.append(position)
-        for other in after[position]:
-            waiting[other] -= 1
-            if not waiting[other]:
-                heapq.heappush(ready, (key[other] if other < count else nowhere, other))
-    assert len(order) == count, "a wish was granted that makes a circle"
-    return order
-
-
-def set_stages(graph: Graph, members: dict[SegmentCall, Member]) -> None:
-    """A new stage wherever the nodes begin to belong to other members."""
+def set_stages(graph: Graph, runs: Sequence[Run], members: dict[SegmentCall, Member], alone: set[object]) -> None:
+    """A new stage wherever the nodes begin to belong to other members, and at each node of ``alone``."""
     stage, last = 0, None
-    for node, bits in zip(graph.nodes, own_bits(graph, members)):
-        if last is not None and bits != last:
-            stage += 1
-        node.stage, last = stage, bits
+    for (_, start, end), bits in zip(runs, own_bits(runs, members)):
+        stage += last is not None and bits != last
+        last = bits
+        for node in graph.nodes[start:end]:
+            stage += bool(alone) and node in alone
+            node.stage = stage
 
 
-def note_distance(granted: Sequence[tuple[Wish, SegmentCall, SegmentCall]], graph: Graph, report: Ordered) -> None:
-    """Say where a segment that was to run right beside another has something between them."""
-    first: dict[SegmentCall, int] = {}
-    last: dict[SegmentCall, int] = {}
-    for segment, start, end in runs_of(graph):
-        for call in segment.chain():
-            first.setdefault(call, start)
-            last[call] = end - 1
-    for wish, a, b in granted:
-        between = graph.nodes[last[a] + 1 : first[b]]
-        if wish.moves is not Moves.NEITHER and between:
+def distances(granted: Sequence[Entry], graph: Graph, runs: Sequence[Run]) -> list[Refusal]:
+    """Where a segment that was to run right beside another has something between them."""
+    found: list[Refusal] = []
+    moved = [entry for entry in granted if entry[0].moves is not Moves.NEITHER]
+    positions = positions_of(runs) if moved else {}
+    for _, a, b in moved:
+        between = graph.nodes[positions[a][-1] + 1 : positions[b][0]]
+        if between:
             reason = f"{len(between)} ops have to run between them, the first `{between[0].name}`{at(between[0].frame)}"
-            report.refusals.append(Refusal(a, b, reason, partly=True))
+            found.append(Refusal(a, b, reason, partly=True))
+    return found

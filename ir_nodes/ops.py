@@ -85,6 +85,9 @@ _KINDS: dict[str, str] = {
     "value_access": "_linalg_check_errors _local_scalar_dense allclose equal is_nonzero item",
 }
 
+# Ops of these namespaces exchange data between ranks.
+_COLLECTIVE = ("c10d", "_c10d_functional", "c10d_functional")
+
 # In-place ops that never read the old elements of what they write.
 _WRITE_ONLY = frozenset(
     """
@@ -108,7 +111,8 @@ _HIDDEN_WRITES: dict[str, tuple[str, ...]] = {
 class OpInfo:
     """One op.
 
-    ``kind``: a word of the table, "foreach" for every op of that prefix, or "extern" for what the table does not name.
+    ``kind``: a word of the table, "foreach" for every op of that prefix, "collective" for what exchanges data between ranks, or
+    "extern" for what the table does not name.
     ``write_only``: in place, and the old elements are never read. ``data_dependent``: output shapes depend on data.
     ``value_access``: the answer is a number that the host waits for. ``random``: may draw from a generator.
     ``hidden_writes``: arguments updated without the schema saying so.
@@ -156,8 +160,8 @@ def info(target: str) -> OpInfo:
     """The table's row for ``target``; for an op outside of it, an "extern" row with what torch's own tags say."""
     space, name, _ = split(target)
     tags = _tags(target)
-    kind = _kind(name) if space == "aten" else "extern"
-    known = kind != "extern"
+    kind = _kind(name) if space == "aten" else "collective" if space in _COLLECTIVE and "wait" not in name else "extern"
+    known = kind not in ("extern", "collective")
     return OpInfo(
         name,
         kind,

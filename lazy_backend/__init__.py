@@ -14,9 +14,12 @@ for _name in ("ir_nodes", "barriers", "codegen"):
             "Remove that folder from sys.path or uninstall it."
         )
 
+from barriers.policies import earliest, latest, min_peak_memory, overlap_communication, program_order
+from barriers.recorded import Before, Early, Late, Overlap, Recorded, RecordedSegment
 from lazy_backend import debug, flush, infer, layouts  # noqa: F401  (the last three give the native core what it calls)
 from lazy_backend.api import barriers, mark_step, stats, sync, wait_device_ops
 from lazy_backend.device import register
+from lazy_backend.orders import register_schedule_hook
 from lazy_backend.report import metrics_report
 from lazy_backend.scheduler import LazyScheduler, ScheduleError
 from lazy_backend.segments import (
@@ -32,7 +35,9 @@ from lazy_backend.segments import (
 register()
 
 __all__ = [
-    "LazyScheduler", "ScheduleError", "barriers", "debug", "mark_step", "metrics_report", "register_segment",
-    "register_segment_backward_hook", "register_segment_backward_pre_hook", "register_segment_forward_hook",
-    "register_segment_forward_pre_hook", "register_segments", "segment", "stats", "sync", "wait_device_ops",
+    "Before", "Early", "Late", "LazyScheduler", "Overlap", "Recorded", "RecordedSegment", "ScheduleError", "barriers", "debug",
+    "earliest", "latest", "mark_step", "metrics_report", "min_peak_memory", "overlap_communication", "program_order",
+    "register_schedule_hook", "register_segment", "register_segment_backward_hook", "register_segment_backward_pre_hook",
+    "register_segment_forward_hook", "register_segment_forward_pre_hook", "register_segments", "segment", "stats", "sync",
+    "wait_device_ops",
 ]

@@ -1,26 +1,52 @@
-"""What the schedules in force ask of a recording, and what became of it. Imports `barriers` and `lazy_backend.segments`."""
+"""What is asked of each new recording's order, and what became of it. Imports torch, `barriers` and `lazy_backend` parts below.
+
+Whatever is asked for is a part of every recording's key, so that no program serves that was compiled under other wishes.
+"""
 
 from __future__ import annotations
 
 import itertools
 import threading
+import types
+import weakref
 from collections import OrderedDict
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Iterable
+from typing import Any
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+
+from barriers.hooks import ScheduleHook
 from barriers.order import Ordered, order_segments
+from barriers.recorded import Ask
 from barriers.wishes import Wish
-from ir_nodes import Graph, settings
+from ir_nodes import Graph, ops, settings
+from ir_nodes.estimate import CPU, CUDA, Rates
 from lazy_backend import core
 from lazy_backend.entered import segments
-from lazy_backend.segments import on_hooks
+from lazy_backend.segments import handle, on_hooks
 
 _lock = threading.Lock()
-_schedules: dict[int, tuple[Wish, ...]] = {}  # of the schedulers in force, by owner number
-_owners: dict[tuple[object, ...], int] = {}
-_reports: OrderedDict[int, Ordered] = OrderedDict()  # what became of each compiled recording's segments, the last used last
-_numbers = itertools.count()
+_numbers = itertools.count(1)
 _key = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Demands:
+    """What one scheduler asks for."""
+
+    wishes: tuple[Wish, ...] = ()
+    hooks: tuple[ScheduleHook, ...] = ()
+
+
+_demands: dict[int, Demands] = {}  # of the schedulers in force, by owner number
+_owners: dict[tuple[object, ...], int] = {}
+_hooks: dict[int, ScheduleHook] = {}  # those of every recording
+_functions: weakref.WeakKeyDictionary[Ask, int] = weakref.WeakKeyDictionary()
+_callables: dict[Ask, int] = {}
+_reports: OrderedDict[int, Ordered] = OrderedDict()  # what became of each compiled recording's segments, the last used last
 
 
 def owner_of(*what: object) -> int:
@@ -29,21 +55,52 @@ def owner_of(*what: object) -> int:
         return _owners.setdefault(what, len(_owners) + 1)
 
 
-def enforce(owner: int, wishes: Iterable[Wish]) -> None:
-    """From now on recordings are ordered by ``wishes`` too."""
+def hook_of(ask: Ask, owner: int | None = None) -> ScheduleHook:
+    """``ask`` as a schedule hook; the same function has the same number. Raises TypeError where it cannot be called."""
+    if not callable(ask):
+        raise TypeError(f"a schedule hook is a function of the recorded segments, got {ask!r}")
+    known: Any = _functions if isinstance(ask, types.FunctionType) else _callables
     with _lock:
-        _schedules[owner] = tuple(wishes)
-        if not _schedules[owner]:
-            del _schedules[owner]
+        number = known.setdefault(ask, next(_numbers))
+    return ScheduleHook(ask, number, owner)
+
+
+def register_schedule_hook(fn: Ask) -> RemovableHandle:
+    """Ask ``fn`` about the order of every new recording: it gets a `Recorded` and answers a list of constraints, [] for none.
+
+    Constraints are pairs (earlier, later), `Before`, `Early`, `Late` and `Overlap`; they name segments by object, by name or by
+    call ("mlp#1"). What schedules and hooks between segments ask for goes first, and data flow before everything. A hook that
+    fails is passed over with a warning. It runs when a recording is compiled, not when it runs again. Returns a handle whose
+    ``remove()`` takes it away.
+    """
+    hook = hook_of(fn)
+    place = next(_numbers)
+    with _lock:
+        _hooks[place] = hook
+    renew_key()
+
+    def remove() -> None:
+        with _lock:
+            _hooks.pop(place, None)
+        renew_key()
+
+    return handle(remove)
+
+
+def enforce(owner: int, demands: Demands | None) -> None:
+    """From now on recordings are ordered by ``demands`` too; None: no more."""
+    with _lock:
+        _demands.pop(owner, None)
+        if demands is not None:
+            _demands[owner] = demands
     renew_key()
 
 
 def renew_key() -> None:
-    """Programs compiled under other wishes must not serve: the wishes are a part of every key."""
-    wishes = wanted()
-    text = "\n".join(f"{wish.owner} {wish} {wish.moves.name}" for wish in wishes)
+    wishes, hooks = wanted(), hooks_now()
+    text = "\n".join([*(f"{wish.owner} {wish} {wish.moves.name}" for wish in wishes), *(f"{h.owner} {h.number}" for h in hooks)])
     global _key
-    _key = hash(text) & (2**63 - 1) if wishes else 0
+    _key = hash(text) & (2**63 - 1) if text else 0
     if core.is_started():
         set_key(core.get())
 
@@ -54,18 +111,42 @@ def set_key(native: ModuleType) -> None:
 
 def wanted() -> list[Wish]:
     with _lock:
-        return [*segments.hooks(), *(wish for wishes in _schedules.values() for wish in wishes)]
+        return [*segments.hooks(), *(wish for demands in _demands.values() for wish in demands.wishes)]
+
+
+def hooks_now() -> list[ScheduleHook]:
+    with _lock:
+        return [*_hooks.values(), *(hook for demands in _demands.values() for hook in demands.hooks)]
+
+
+class _Untouched(TorchDispatchMode):
+    """While a recording is compiled no other can be made: an error instead of waiting for ever."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = torch.utils._pytree.tree_leaves((args, kwargs))
+        if any(isinstance(one, torch.Tensor) and one.device.type == "lazysched" for one in found):
+            raise RuntimeError(f"{func} on a lazysched tensor: a schedule hook can't use the device's tensors, nothing runs yet")
+        return func(*args, **(kwargs or {}))
 
 
 def apply(graph: Graph) -> int:
-    """Order ``graph`` by all wishes. Returns the number of its report, -1 where the recording has no segments."""
-    if all(node.segment is None for node in graph.nodes):
+    """Order ``graph`` by all that is asked. Returns the number of its report, -1 where there is nothing to order."""
+    if all(node.segment is None and ops.info(node.target).kind != "collective" for node in graph.nodes):
         return -1
-    report = order_segments(graph, wanted())
+    hooks = hooks_now()
+    if hooks:
+        with _Untouched():
+            report = order_segments(graph, wanted(), hooks, rates())
+    else:
+        report = order_segments(graph, wanted())
     with _lock:
         number = next(_numbers)
         _reports[number] = report
     return number
+
+
+def rates() -> Rates:
+    return CUDA if core.physical_is_cuda() else CPU
 
 
 def report(number: int) -> Ordered | None:

@@ -12,7 +12,9 @@ from typing import Iterator, Sequence
 from torch import nn
 
 from barriers.barrier import Barrier, BarrierKind
-from barriers.order import Ordered, Refusal
+from barriers.order import Ordered
+from barriers.recorded import Ask
+from barriers.refusals import Refusal
 from barriers.wishes import check, wishes_of
 from ir_nodes import SegmentCall
 from lazy_backend import api, core, orders
@@ -20,6 +22,7 @@ from lazy_backend.entered import Steps, segments, thread
 
 _STEP_ENDS = (BarrierKind.MARK_STEP, BarrierKind.OPTIMIZER_STEP, BarrierKind.SCHEDULE)
 _active: list[LazyScheduler] = []
+_told: set[str] = set()  # problems of hooks
 
 
 class ScheduleError(RuntimeError):
@@ -33,18 +36,22 @@ class LazyScheduler:
             train_step()
         print(s.report())
 
-    Data flow always wins: where it forbids an order, the numbers are right and `report` says which tensor forbade it; with
-    ``strict`` the region ends with ScheduleError. ``start`` and ``stop`` serve a whole run. It holds for what its own thread
-    calls, and begins anew with every step. Raises SegmentError for an unknown name, ContradictionError for a circle.
+    ``hooks``: schedule hooks such as `min_peak_memory`, asked about what this scheduler's segments record; see
+    `register_schedule_hook`. Data flow always wins: where it forbids an order, the numbers are right and `report` says which
+    tensor forbade it; with ``strict`` the region ends with ScheduleError. ``start`` and ``stop`` serve a whole run. It holds for
+    what its own thread calls, and begins anew with every step. Raises SegmentError for an unknown name, ContradictionError for a
+    circle.
     """
 
-    def __init__(self, schedule: Sequence[str] | None = None, *, strict: bool = False) -> None:
+    def __init__(self, schedule: Sequence[str] | None = None, *, hooks: Sequence[Ask] = (), strict: bool = False) -> None:
         if isinstance(schedule, str):
             raise ValueError(f"schedule is a list of names, got the text {schedule!r}: write [{schedule!r}]")
         self.schedule = list(schedule or [])
         self.strict = strict
-        self.owner = orders.owner_of(tuple(self.schedule), strict)
+        numbers = tuple(orders.hook_of(hook).number for hook in hooks)
+        self.owner = orders.owner_of(tuple(self.schedule), numbers, strict)
         self._wishes = wishes_of(self.schedule, owner=self.owner)
+        self._demands = orders.Demands(tuple(self._wishes), tuple(orders.hook_of(hook, self.owner) for hook in hooks))
         self._steps: list[list[Ordered]] = [[]]  # reports of the recordings of the last finished step, then of this one
         self._warned: set[str] = set()
         self._outer = 0
@@ -55,7 +62,7 @@ class LazyScheduler:
             if name not in segments and not is_written_in_code(name):
                 segments.get(name)  # raises, and says what may have been meant
         check([*self._wishes, *segments.hooks()])
-        orders.enforce(self.owner, self._wishes)
+        orders.enforce(self.owner, self._demands)
         self._outer, thread.owner = thread.owner, self.owner
         _active.append(self)
         return self
@@ -70,10 +77,10 @@ class LazyScheduler:
         _active.remove(self)
         thread.owner = self._outer
         if not any(one.owner == self.owner for one in _active):
-            orders.enforce(self.owner, ())
-        refusals = [refusal for refusal in self.refusals() if not refusal.partly]
-        if self.strict and refusals:
-            raise ScheduleError("the schedule could not be honoured: " + "; ".join(map(str, refusals)))
+            orders.enforce(self.owner, None)
+        failed = [*(refusal for refusal in self.refusals() if not refusal.partly), *self._problems()]
+        if self.strict and failed:
+            raise ScheduleError("the schedule could not be honoured: " + "; ".join(map(str, failed)))
 
     def __enter__(self) -> LazyScheduler:
         return self.start()
@@ -90,8 +97,7 @@ class LazyScheduler:
 
     # ---- what happened ------------------------------------------------------------------------------------------------
 
-    def note(self, barrier: Barrier, order: int) -> None:
-        report = orders.report(order)
+    def note(self, barrier: Barrier, report: Ordered | None) -> None:
         if report is not None:
             self._steps[-1].append(report)
         if barrier.kind in _STEP_ENDS and self._steps[-1]:
@@ -103,7 +109,8 @@ class LazyScheduler:
         for name in self.schedule:
             if name not in ran and name not in self._warned:
                 self._warned.add(name)
-                warnings.warn(f"the schedule names {name!r}, which did not run in this step; the others go on", stacklevel=2)
+                warnings.warn(f"the schedule names {name!r}, which did not run in this step; the others go on",
+                              stacklevel=users_level())
 
     def _last_step(self) -> list[Ordered]:
         return next((step for step in reversed(self._steps) if step), [])
@@ -116,6 +123,9 @@ class LazyScheduler:
         """Orders that the last step could not honour, or only in part."""
         return [refusal for report in self._last_step() for refusal in report.refusals]
 
+    def _problems(self) -> list[str]:
+        return [problem for report in self._last_step() for problem in report.problems]
+
     def report(self) -> str:
         """The last step in words: what was wanted, recorded and run, and what data flow forbade."""
         step = self._last_step()
@@ -127,6 +137,7 @@ class LazyScheduler:
         lines = ["wanted:", *(wanted or ["  (nothing)"])]
         lines += ["recorded: " + line(itertools.chain(*(report.recorded for report in step)))]
         lines += ["run:      " + line(itertools.chain(*(report.scheduled for report in step)))]
+        lines += self._problems()
         refused = self.refusals()
         lines += [f"could not be honoured: {refusal}" for refusal in refused if not refusal.partly]
         lines += [f"only in part: {refusal}" for refusal in refused if refusal.partly]
@@ -154,8 +165,21 @@ def holds(code: types.CodeType, text: str) -> bool:
 def note(barrier: Barrier, order: int) -> None:
     if barrier.kind in _STEP_ENDS:
         Steps.number += 1
+    report = orders.report(order)
+    for problem in report.problems if report else ():
+        if problem not in _told:
+            _told.add(problem)
+            warnings.warn(problem, RuntimeWarning, stacklevel=users_level())
     for scheduler in list(_active):
-        scheduler.note(barrier, order)
+        scheduler.note(barrier, report)
+
+
+def users_level() -> int:
+    """The stack level of the user's line, for `warnings.warn` in the function that calls this."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ("lazy_backend", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 api.listeners.append(note)

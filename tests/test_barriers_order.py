@@ -10,56 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from barriers.order import Ordered, order_segments
+from barriers.order import order_segments
 from barriers.wishes import ContradictionError, Moves, Wish, check, wishes_of
-from ir_nodes import Access, BufferKind, Frame, Graph, Layout, SegmentCall, reference
+from ir_nodes import SegmentCall, reference
 from ir_nodes.verify import verify
 from tests import programs
 from tests.recording import Recorder
-
-FOUR = Layout.contiguous(torch.float32, (4,))
-
-
-class Toy:
-    """Builds a graph op by op; `end` marks everything recorded since the last mark as one segment."""
-
-    def __init__(self, *inputs: str) -> None:
-        self.graph = Graph()
-        self.buffers = {name: self.graph.add_buffer(16, BufferKind.INPUT, live=True) for name in inputs}
-        self._marked = 0
-
-    def op(self, out: str, *reads: str, line: int = 0) -> None:
-        """``out`` = the sum or sine of ``reads``; an ``out`` that exists is written in place."""
-        fresh = out not in self.buffers
-        if fresh:
-            self.buffers[out] = self.graph.add_buffer(16, live=True)
-        target = Access(self.buffers[out], FOUR, "w")
-        sources = [Access(self.buffers[name], FOUR) for name in reads]
-        frame = Frame("model.py", line, "forward")
-        if len(sources) == 1:
-            self.graph.record("aten::sin.out", [*sources, target], [], [], frame)
-        else:
-            self.graph.record("aten::maximum.out", [*sources, target], [], [], frame)
-
-    def end(self, name: str, call: int = 0, backward: bool = False) -> None:
-        segment = SegmentCall(name, backward, call)
-        for node in self.graph.nodes[self._marked :]:
-            node.segment = segment
-        self._marked = len(self.graph.nodes)
-
-    def order(self, *wishes: Wish) -> list[str]:
-        self.report: Ordered = order_segments(self.graph, wishes)
-        verify(self.graph)
-        return [str(node.segment) if node.segment else "-" for node in self.graph.nodes]
-
-
-def three() -> Toy:
-    toy = Toy("x")
-    for name in ("a", "b", "c"):
-        toy.op(f"{name}1", "x")
-        toy.op(f"{name}2", f"{name}1")
-        toy.end(name)
-    return toy
+from tests.toys import Toy, chain, line_of, three
 
 
 def test_an_order_of_independent_segments_is_honoured() -> None:
@@ -81,15 +38,6 @@ def test_a_pre_hook_delays_a_segment_to_right_before_its_anchor() -> None:
 def test_a_hook_brings_a_later_segment_forward() -> None:
     assert three().order(Wish("a", "c", Moves.LATER)) == ["a", "a", "c", "c", "b", "b"]
     assert three().order(Wish("c", "a", Moves.EARLIER)) == ["c", "c", "a", "a", "b", "b"]
-
-
-def line_of(*steps: tuple[str, str, str]) -> Toy:
-    """A toy of single ops: (segment or "", result, what it reads)."""
-    toy = Toy("x")
-    for segment, out, read in steps:
-        toy.op(out, read)
-        toy.graph.nodes[-1].segment = SegmentCall(segment) if segment else None
-    return toy
 
 
 def test_what_a_moved_segment_needs_moves_with_it() -> None:
@@ -216,17 +164,6 @@ def test_random_schedules_of_random_programs_keep_the_numbers(
     assert len(report.honoured) + sum(not refusal.partly for refusal in report.refusals) == len(about)
 
 
-def chain(nodes: int, segments: int) -> tuple[Graph, list[Wish]]:
-    """Segments of equal length; each reads what the one two before it made. The odd ones are to run in the pairs' place."""
-    toy = Toy("x")
-    for number in range(segments):
-        toy.op(f"s{number}.0", f"s{number - 2}.0" if number > 1 else "x")
-        for step in range(1, nodes // segments):
-            toy.op(f"s{number}.{step}", f"s{number}.{step - 1}")
-        toy.end(f"s{number}")
-    return toy.graph, [Wish(f"s{number + 1}", f"s{number}", Moves.EARLIER) for number in range(0, segments - 1, 2)]
-
-
 def test_scheduling_grows_linearly() -> None:
     def seconds(nodes: int) -> float:
         times = []
@@ -240,5 +177,3 @@ def test_scheduling_grows_linearly() -> None:
 
     small, large = seconds(4_000), seconds(40_000)
     assert large < 25 * small, (small, large)
-
-
