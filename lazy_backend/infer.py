@@ -1,4 +1,5 @@
-"""Infers what an op gives, once for each (op, layouts, constants). Imports torch, `ir_nodes.ops` and `lazy_backend.schema`.
+"""Infers what an op gives, once for each (op, layouts, constants). Imports torch, `ir_nodes.ops`,
+`core` and `schema`.
 
 Meta kernels say shapes and dtypes. Where they are written in Python they may be wrong about strides, and some say nothing of
 dtypes that the real kernel refuses: then the physical kernel is asked too, on zeros. The core remembers every answer.
@@ -10,9 +11,10 @@ import functools
 import warnings
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Callable, Iterator
+from typing import Any, Callable
 
 import torch
+from torch.utils import _pytree as pytree
 
 from ir_nodes import ops
 from lazy_backend import core, schema
@@ -82,7 +84,7 @@ def infer(target: str, args: Arguments, metas: Arguments, device: torch.device) 
         warnings.simplefilter("ignore")
         try:
             given, returns = layouts(target, args, metas, device)
-            return "", [to_meta(item) for item in returns], relaid(target, args, given)
+            return "", pytree.tree_map_only(Tensor, to_meta, returns), relaid(target, args, given)
         except Refusal as refusal:
             return str(refusal), [], []
 
@@ -98,7 +100,7 @@ def layouts(target: str, args: Arguments, metas: Arguments, device: torch.device
         if not doubt.layouts:
             raise Refusal(REFUSED) from None
         given, returns = (), []
-    if not all(is_plain(item) for item in leaves(returns)):
+    if not all(is_plain(item) for item in tensors(returns)):
         raise Refusal("it gives a tensor that is not strided")
     try:
         if doubt.dtypes:
@@ -123,7 +125,7 @@ def may_try(args: Arguments, device: torch.device, known: bool) -> bool:
 
     Not where zeros may be wrong numbers for an index, a length or a pivot: an assertion on a GPU ends the process's use of it.
     """
-    integers = any(not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool) for t in leaves(args))
+    integers = any(not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool) for t in tensors(args))
     return not (device.type == "cuda" and integers) and (not known or bytes_of(args) <= MOST_BYTES)
 
 
@@ -132,8 +134,7 @@ def try_on_device(
 ) -> tuple[Arguments, list[Any]]:
     """Run the op on zeros with each size cut, or, where it may divide by them, on tiny numbers. What it draws nobody misses."""
     byte = 1 if doubt.pointwise else 0
-    given = tuple(map_tensors(arg, lambda t: filled(t, device, [cut(n) for n in t.shape], byte)) for arg in args)
-    given = tuple(device if isinstance(arg, torch.device) else arg for arg in given)
+    given = pytree.tree_map(lambda arg: stand_in(arg, device, cut, byte), args)
     devices = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(devices, enabled=schema.is_random(target)):
         return given, call(target, given)
@@ -148,33 +149,32 @@ def call(target: str, args: Arguments) -> list[Any]:
     return [result] if count == 1 else list(result or ())
 
 
-def map_tensors(value: Any, make: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with ``make(tensor)`` for each of the device's tensors, and its device for theirs."""
-    if isinstance(value, (tuple, list)):
-        return type(value)(map_tensors(item, make) for item in value)
-    if isinstance(value, Tensor) and value.device.type == "lazysched":
-        return make(value)
-    if isinstance(value, torch.Generator):
+def stand_in(arg: Any, device: torch.device, cut: Callable[[int], int], byte: int) -> Any:
+    """For a tensor of ours one of nothing but this byte on ``device``, and ``device`` for ours."""
+    if isinstance(arg, torch.device):
+        return device
+    if isinstance(arg, torch.Generator):
         return None
-    return value
+    ours = isinstance(arg, Tensor) and arg.device.type == "lazysched"
+    return filled(arg, device, [cut(n) for n in arg.shape], byte) if ours else arg
 
 
 def filled(tensor: Tensor, device: torch.device, size: list[int], byte: int) -> Tensor:
-    """A tensor of ``size`` on ``device`` with the strides of ``tensor``, of nothing but this byte."""
+    """A tensor of ``size`` on ``device`` with the strides and flags of ``tensor``, of nothing but this byte."""
     strides = tensor.stride()
     count = 0 if 0 in size else 1 + sum((n - 1) * stride for n, stride in zip(size, strides))
     raw = torch.full((count * tensor.element_size(),), byte, dtype=torch.uint8, device=device)
-    made = raw.view(tensor.dtype).as_strided(size, strides)
-    made = torch._conj(made) if tensor.is_conj() else made
-    return torch._neg_view(made) if tensor.is_neg() else made
+    return flagged(raw.view(tensor.dtype).as_strided(size, strides), tensor)
 
 
-def leaves(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from leaves(item)
-    elif isinstance(value, Tensor):
-        yield value
+def flagged(made: Tensor, like: Tensor) -> Tensor:
+    """``made`` with the conjugation and the negation that ``like`` has yet to do."""
+    made = torch._conj(made) if like.is_conj() else made
+    return torch._neg_view(made) if like.is_neg() else made
+
+
+def tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -182,18 +182,14 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def bytes_of(value: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in leaves(value))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors(value))
 
 
-def to_meta(value: Any) -> Any:
-    """A result with its layout on Meta."""
-    if isinstance(value, (tuple, list)):
-        return type(value)(to_meta(item) for item in value)
-    if not isinstance(value, Tensor) or value.is_meta:
-        return value
-    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    made = torch._conj(made) if value.is_conj() else made
-    return torch._neg_view(made) if value.is_neg() else made
+def to_meta(tensor: Tensor) -> Tensor:
+    """A result's layout on Meta."""
+    if tensor.is_meta:
+        return tensor
+    return flagged(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"), tensor)
 
 
 def relaid(target: str, args: Arguments, given: Arguments) -> list[tuple[int, Tensor]]:

@@ -19,10 +19,10 @@ _DTYPES = (torch.float32,) * 4 + (torch.float64, torch.bfloat16, torch.float16, 
 LEFT_OUT = {
     "empty": "uninitialised", "empty_like": "uninitialised", "empty_permuted": "uninitialised", "new_empty": "uninitialised",
     "empty_strided": "uninitialised", "new_empty_strided": "uninitialised", "resize_": "uninitialised where it grows",
-    "resize_as_": "uninitialised where it grows",
+    "resize_as_": "uninitialised where it grows", "native_group_norm": "eager mode reads outside of strided weights",
 }  # fmt: skip
 OPS = [op for op in op_db if op.name not in LEFT_OUT]
-NO_OUT = ("triu", "tril")  # eager mode itself writes outside of a strided batch given as `out`
+NO_OUT = ("triu", "tril", "lu_unpack", "linalg.lu")  # eager mode writes outside of a strided batch given as `out`
 ON_HOST = ("tensor_split",)  # the op wants its further tensors on the CPU, whatever the device
 
 

@@ -39,6 +39,16 @@ CASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "float64": lambda t: torch.full(t.shape, 1, dtype=torch.float64, device=t.device),
 }
 
+# Given a batch of batches that is not evenly spread, their kernel for the CPU writes outside of `out`, and eager mode crashes:
+# torch.triu(torch.ones(3, 3, 5, 5), out=torch.empty(5, 5, 3, 3).permute(3, 2, 1, 0))
+# https://github.com/pytorch/pytorch/blob/v2.11.0/aten/src/ATen/native/TriangularOps.cpp
+ASTRAY = ("triu", "tril", "lu_unpack", "linalg.lu")
+
+
+def astray(op: Any, case: str, expected: torch.Tensor) -> bool:
+    return op.name in ASTRAY and PHYSICAL == "cpu" and case in ("strided", "transposed") and expected.dim() > 3
+
+
 # Written in Python, they copy what they computed into `out`, wherever that is.
 COPIES = ("lu",)
 
@@ -53,7 +63,9 @@ class TestOut(Judge):
             if not tensors(expected):
                 continue
             for case, change in CASES.items():
-                self.check(op, device, given, pytree.tree_map_only(torch.Tensor, change, expected), f"sample {index}: {case} out")
+                if not astray(op, case, tensors(expected)[-1]):
+                    self.check(op, device, given, pytree.tree_map_only(torch.Tensor, change, expected),
+                               f"sample {index}: {case} out")
             self.refuses_another_device(op, device, given, expected, f"sample {index}")
 
     def check(self, op: Any, device: str, given: Any, outs: Any, what: str) -> None:
