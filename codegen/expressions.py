@@ -27,6 +27,7 @@ class Case:
 
     dtype: torch.dtype
     constants: Mapping[str, Any]
+    half: str = ""  # Triton's name of the 16-bit float that ATen's kernel computes in, so that each step rounds
 
     @property
     def is_float(self) -> bool:
@@ -121,17 +122,14 @@ def _inverse(case: Case, text: str) -> str:
     return f"1.0 / ({text})" if case.dtype is torch.float64 else f"@div(1.0, {text})"
 
 
-_ROOTS = {0.5: "@sqrt({self})", -0.5: "tl.rsqrt({self})"}
-
-
 def _pow(case: Case) -> str:
     exponent = case.constants.get("exponent")
-    if exponent in (1, 2, 3):
-        return " * ".join(["{self}"] * int(exponent))
-    if case.is_float and exponent in _ROOTS:
-        return _ROOTS[exponent]
-    if case.is_float and exponent in (-1, -2):
-        return _inverse(case, " * ".join(["{self}"] * -int(exponent)))
+    square = f"({{self}} * {{self}}).to({case.half}).to(tl.float32)" if case.half else "{self} * {self}"
+    powers = {1: "{self}", 2: square, 3: square + " * {self}"}
+    if case.is_float:
+        powers |= {0.5: "@sqrt({self})", -0.5: "tl.rsqrt({self})", -1: _inverse(case, "{self}"), -2: _inverse(case, square)}
+    if exponent in powers:
+        return powers[exponent]
     if not case.is_float:
         raise Unsupported(f"integer power with exponent {exponent}")
     return "@pow({self}, {exponent})"

@@ -12,7 +12,7 @@ import torch
 from codegen.expressions import ROWS, Case, Row, Unsupported, function
 from codegen.instructions import Instr, Part
 from codegen.lowering import Lowering, arguments
-from codegen.promotion import HALF, category, common_dtype, compute_dtype
+from codegen.promotion import HALF, TRITON_TYPES, category, common_dtype, compute_dtype
 from ir_nodes.node import Node, Operand, ScalarInput
 
 _PROMOTING_NUMBERS = frozenset(("self", "other", "exponent", "min", "max", "min_val", "max_val"))
@@ -47,7 +47,8 @@ def lower_row(node: Node, row: Row, args: Mapping[str, Any], index: int) -> Part
     if dtype in HALF and out.dtype not in (*HALF, torch.bool) and row.promote not in ("cast", "result"):
         raise Unsupported("its result is rounded to 16 bits before it is widened")
     constants = {name: arg for name, arg in args.items() if not isinstance(arg, (Operand, ScalarInput))}
-    text = row.text(Case(compute_dtype(dtype), constants)) if callable(row.text) else row.text
+    half = TRITON_TYPES[dtype] if dtype in HALF and not node.name.startswith("_foreach_") else ""
+    text = row.text(Case(compute_dtype(dtype), constants, half)) if callable(row.text) else row.text
     lowering.write(index, _evaluate(lowering, row, text, args, dtype, out.dtype))
     return lowering.part
 

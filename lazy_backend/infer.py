@@ -57,7 +57,7 @@ class Doubts:
 @functools.cache
 def doubts(target: str) -> Doubts:
     base = ops.split(target)[1]
-    pointwise = torch.Tag.pointwise in schema.tags_of(target)
+    pointwise = torch.Tag.pointwise in schema.tags_of(target) and base != "mvlgamma"  # it is made of others, its out contiguous
     if schema.is_random(target):
         return Doubts(base.endswith("_"), False, pointwise, False)
     spec = ops.schema(target)

@@ -175,6 +175,11 @@ def test_a_half_precision_chain_rounds_where_eager_rounds() -> None:
     check(lambda x, y: ((x + y) * y - x) * 3, x, y, count=1, rtol=0.0, atol=0.0)
 
 
+def test_a_power_in_half_precision_rounds_each_product() -> None:
+    """As CUDA's kernels do; the CPU's do in bfloat16."""
+    check(lambda x: x**3, data(torch.bfloat16, 2, True), rtol=0.0, atol=0.0)
+
+
 def test_bfloat16_stores_round_to_nearest_even() -> None:
     bits = torch.arange(0x3F80_0000, 0x3F83_0000, 0x1000, dtype=torch.int32).view(torch.float32)
     check(lambda x: torch.empty(x.shape, dtype=torch.bfloat16).copy_(x), bits, rtol=0.0, atol=0.0)

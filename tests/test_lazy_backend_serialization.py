@@ -184,11 +184,18 @@ def test_safetensors(tmp_path: Path) -> None:
     assert model[1].weight is model[0].weight and model[1].weight.tolist() == wanted
 
 
-@pytest.mark.xfail(strict=True, reason="safetensors knows a fixed list of devices (`Device` in bindings/python/src/lib.rs of "
-                   "https://github.com/huggingface/safetensors); load on the CPU, then .to(device)")  # fmt: skip
 def test_safetensors_straight_to_the_device(tmp_path: Path) -> None:
-    safetensors.save_file({"x": torch.ones(2)}, tmp_path / "x.safetensors")
-    safetensors.load_file(tmp_path / "x.safetensors", device=DEVICE)
+    file = tmp_path / "x.safetensors"
+    model = nn.Linear(3, 2)
+    safetensors.save_model(model, str(file))
+    for device in (DEVICE, torch.device(DEVICE, 0)):
+        back = safetensors.load_file(file, device=device)
+        assert {tensor.device for tensor in back.values()} == {torch.device(DEVICE, 0)}
+        assert torch.equal(back["weight"].cpu(), model.weight)
+    assert safetensors.load_file(file)["weight"].device.type == "cpu"
+    ours = nn.Linear(3, 2).to(DEVICE)
+    safetensors.load_model(ours, str(file), device=DEVICE)
+    assert torch.equal(ours.weight.cpu(), model.weight)
 
 
 READER = """

@@ -20,9 +20,16 @@ LEFT_OUT = {
     "empty": "uninitialised", "empty_like": "uninitialised", "empty_permuted": "uninitialised", "new_empty": "uninitialised",
     "empty_strided": "uninitialised", "new_empty_strided": "uninitialised", "resize_": "uninitialised where it grows",
     "resize_as_": "uninitialised where it grows", "native_group_norm": "eager mode reads outside of strided weights",
+    "nn.functional.linear_cross_entropy": "it chooses how it rounds by the device's name",
 }  # fmt: skip
 OPS = [op for op in op_db if op.name not in LEFT_OUT]
-NO_OUT = ("triu", "tril", "lu_unpack", "linalg.lu")  # eager mode writes outside of a strided batch given as `out`
+# Never given an `out`, and why.
+NO_OUT = {
+    **dict.fromkeys(("triu", "tril", "lu_unpack", "linalg.lu"), "eager mode writes outside of a strided batch"),
+    **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"),
+                    "without training they resize the statistics, and leave them unwritten"),
+}  # fmt: skip
+ALIGNED = ("linalg.lstsq",)  # the last bits of LAPACK's results depend on how its arguments are aligned in memory
 ON_HOST = ("tensor_split",)  # the op wants its further tensors on the CPU, whatever the device
 
 

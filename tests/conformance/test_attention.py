@@ -184,7 +184,8 @@ def test_encoders(padded: bool, training: bool) -> None:
         mask = PADDING.to(device) if padded else None
         with torch.inference_mode(not training):
             out = model(randn(device, 2, 5, 8), src_key_padding_mask=mask)
-        if device == DEVICE and not training and not padded:
+        layer_has_meta = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_transformer_encoder_layer_fwd", "Meta")
+        if device == DEVICE and not training and not padded and layer_has_meta:  # torch 2.11 has none, so it runs at once
             assert nodes([out]).count("aten::_transformer_encoder_layer_fwd") == 2
         return out
 
