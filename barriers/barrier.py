@@ -23,6 +23,7 @@ class BarrierKind(enum.Enum):
     DATA_DEPENDENT_SHAPE = "the shape of an op's result depends on data"
     UNRECORDABLE = "the op cannot be recorded, so it runs at once"
     GENERATOR_STATE = "the state of a random generator was read or set"
+    COLLECTIVE = "ranks communicate outside of what is recorded, and one may wait for what another holds back"
     SCHEDULE = "a LazyScheduler ended, and what it held back has to run"
     LIMIT = "the recording reached its limit of instructions or pending bytes"
     STORAGE = "Python took the address or the bytes of a storage"

@@ -7,6 +7,7 @@ from typing import Iterable, Sequence
 
 from barriers.accumulation import release_sums
 from barriers.calls import Run, calls_of, first_come, positions_of, runs_of
+from barriers.collectives import sink_waits
 from barriers.dependencies import predecessors
 from barriers.hooks import Asked, Entry, ScheduleHook, consult
 from barriers.model import lanes, memory
@@ -76,6 +77,7 @@ def order_segments(graph: Graph, wishes: Sequence[Wish], hooks: Sequence[Schedul
     collective = sorter.collectives if asked.overlap else set()
     old = graph.nodes
     graph.nodes = [old[position] for position in found.order]
+    sink_waits(graph)
     runs = runs_of(graph.nodes)
     set_stages(graph, runs, found.members, {old[position] for position in collective})
     report.scheduled = first_come(runs)

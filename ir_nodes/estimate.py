@@ -55,6 +55,8 @@ def cost(node: Node, rates: Rates) -> Cost:
     moved = traffic(node)
     if ops.info(node.target).kind == "collective":
         return Cost(0, moved, rates.start + moved / rates.link, True)
+    if ops.info(node.target).kind == "wait":
+        return Cost(0, 0, 0.0)
     flops = operations(node)
     layout = node.writes[0].layout if node.writes else None
     peak = rates.half_flops if layout is not None and layout.itemsize == 2 else rates.flops

@@ -106,13 +106,16 @@ _HIDDEN_WRITES: dict[str, tuple[str, ...]] = {
     "native_batch_norm": ("running_mean", "running_var"),
 }
 
+COLLECTIVE = ("collective", "wait")
+"""The kinds of op that other ranks take part in."""
+
 
 @dataclass(frozen=True, slots=True)
 class OpInfo:
     """One op.
 
-    ``kind``: a word of the table, "foreach" for every op of that prefix, "collective" for what exchanges data between ranks, or
-    "extern" for what the table does not name.
+    ``kind``: a word of the table, "foreach" for every op of that prefix, "collective" for what starts to exchange data between
+    ranks and "wait" for the end of that (neither may be dropped: other ranks take part), or "extern" for all the rest.
     ``write_only``: in place, and the old elements are never read. ``data_dependent``: output shapes depend on data.
     ``value_access``: the answer is a number that the host waits for. ``random``: may draw from a generator.
     ``hidden_writes``: arguments updated without the schema saying so.
@@ -160,12 +163,12 @@ def info(target: str) -> OpInfo:
     """The table's row for ``target``; for an op outside of it, an "extern" row with what torch's own tags say."""
     space, name, _ = split(target)
     tags = _tags(target)
-    kind = _kind(name) if space == "aten" else "collective" if space in _COLLECTIVE and "wait" not in name else "extern"
-    known = kind not in ("extern", "collective")
+    kind = _kind(name) if space == "aten" else "extern" if space not in _COLLECTIVE else "wait" if "wait" in name else "collective"
+    known = kind not in ("extern", "collective", "wait")
     return OpInfo(
         name,
         kind,
-        write_only=space == "aten" and name in _WRITE_ONLY,
+        write_only=space == "aten" and name in _WRITE_ONLY or space == "lazysched" and kind == "collective" and name[-1] != "_",
         # torch tags `index` too, whose masks become `nonzero` before it is recorded: the table wins
         data_dependent=kind == "data_dependent" or not known and torch.Tag.dynamic_output_shape in tags,
         value_access=kind == "value_access" or not known and torch.Tag.data_dependent_output in tags,

@@ -19,6 +19,7 @@ from barriers.recorded import Before, Early, Late, Overlap, Recorded, RecordedSe
 from lazy_backend import debug, flush, infer, layouts  # noqa: F401  (the last three give the native core what it calls)
 from lazy_backend.api import barriers, mark_step, stats, sync, wait_device_ops
 from lazy_backend.device import register
+from lazy_backend.distributed import group as _group
 from lazy_backend.orders import register_schedule_hook
 from lazy_backend.report import metrics_report
 from lazy_backend.scheduler import LazyScheduler, ScheduleError
@@ -33,6 +34,7 @@ from lazy_backend.segments import (
 )
 
 register()
+_group.install()
 
 __all__ = [
     "Before", "Early", "Late", "LazyScheduler", "Overlap", "Recorded", "RecordedSegment", "ScheduleError", "barriers", "debug",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 import warnings
 from types import ModuleType
+from typing import Callable
 
+from barriers.collectives import part_stages, release_waits, sink_waits
 from barriers.pipeline import run_passes
 from codegen import engines
 from codegen.engine import Context, EngineError
@@ -15,6 +17,9 @@ from lazy_backend import core, orders
 from lazy_backend.entered import segments
 from lazy_backend.trace import Recording, to_graph
 
+before_first_run: list[Callable[[Graph], None]] = []
+"""Called with each new graph that has collectives, in the order in which it is about to run; may raise."""
+
 
 def compile_recording(native: ModuleType, recording: Recording, device: int) -> Program:
     """The program for ``recording`` on device ``device``. Runs once per cache miss, under the GIL."""
@@ -22,7 +27,13 @@ def compile_recording(native: ModuleType, recording: Recording, device: int) -> 
     graph = to_graph(recording, segments.calls)
     recorded = len(graph.nodes)
     graph, _ = run_passes(graph, check=now.verify)
+    talks = release_waits(graph)
     ordered = orders.apply(graph)
+    if talks:
+        sink_waits(graph)
+        part_stages(graph)
+        for check in before_first_run:
+            check(graph)
     if "graph" in now.debug:
         print(printer.text(graph), file=sys.stderr)
     program: Program = native.Program()

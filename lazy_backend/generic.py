@@ -41,6 +41,14 @@ def _synchronize(index: int) -> None:
         torch.cuda.synchronize(index)
 
 
+_accelerator = torch._C._get_accelerator
+
+
+def _get_accelerator(check: bool | None = None) -> torch.device:
+    """torch.distributed and FSDP ask, also in programs that never use this device. Beside CUDA it has to be in use to count."""
+    return torch.device("lazysched") if core.is_started() or not core.physical_is_cuda() else _accelerator(check)
+
+
 ANSWERS = {
     "getDeviceIndex": _get_device,
     "setDeviceIndex": _set_device,
@@ -64,3 +72,4 @@ def install() -> None:
     for name, answer in ANSWERS.items():
         if hasattr(torch._C, f"_accelerator_{name}"):
             setattr(torch._C, f"_accelerator_{name}", answer)
+    torch._C._get_accelerator = _get_accelerator

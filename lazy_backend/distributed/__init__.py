@@ -1,0 +1,1 @@
+"""`torch.distributed` on the device: a process group whose collectives are recorded like any other op."""

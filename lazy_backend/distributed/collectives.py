@@ -1,0 +1,210 @@
+"""The ops that collectives are recorded as, and what starts them on the physical device. Imports torch and `ir_nodes.ops`.
+
+Each collective is two nodes: one that starts it, and `wait`, which the planner moves right before the first reader. Both are
+called by a program as ordinary ops: on CUDA a wait makes the current stream wait, on a CPU the calling thread.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Callable, Protocol, Sequence
+
+import torch
+import torch.distributed as dist
+
+from ir_nodes import ops
+
+Tensor = torch.Tensor
+Tensors = Sequence[Tensor]
+_SCHEMA = "(Tensor(a!)[] outs, Tensor[] ins, int[] numbers, str reduce, str group) -> ()"
+"""``numbers``: the root; the peer and the tag; or how many split sizes of the output, these, and those of the input."""
+
+
+Sizes = tuple[tuple[torch.dtype, int], ...]
+"""Of tensors: dtypes and how many elements."""
+
+
+class Group(Protocol):
+    """What starting a collective needs of its process group."""
+
+    inner: dist.ProcessGroup  # of the physical device
+    agreement: Any  # is told what starts
+
+
+@dataclass(slots=True)
+class Flight:
+    """A collective that has been started and not been waited for. ``land`` is called once it has arrived."""
+
+    work: Any
+    land: Callable[[], None] | None = None
+    group: Group | None = None
+
+
+groups: dict[str, Group] = {}
+"""Process groups by name, as recorded nodes name them."""
+_flights: dict[int, Flight] = {}  # by the storage of the collective's first tensor
+
+
+def reduction(name: str) -> Any:
+    return getattr(dist.ReduceOp, name)
+
+
+def reduction_name(op: Any) -> str:
+    """"SUM" for ReduceOp.SUM. Raises NotImplementedError for what has a factor of its own."""
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"):
+        if op == reduction(name):
+            return name
+    raise NotImplementedError(f"lazysched records no {op}; multiply the tensor before an all_reduce with ReduceOp.SUM instead")
+
+
+def options(kind: str, **fields: Any) -> Any:
+    """Options of a c10d call. ``asyncOp`` stays True, which gives NCCL a stream of its own."""
+    made = getattr(dist.distributed_c10d, kind)()
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+# ---- how each is started: (process group of the physical device, outs, ins, numbers, reduction) -> what to wait for ------------
+
+
+def all_reduce_(pg: Any, outs: Tensors, ins: Tensors, numbers: list[int], reduce: str) -> Any:
+    if len(outs) == 1:
+        return pg.allreduce(outs, options("AllreduceOptions", reduceOp=reduction(reduce)))
+    return pg.allreduce_coalesced(outs, options("AllreduceCoalescedOptions", reduceOp=reduction(reduce)))
+
+
+def broadcast_(pg: Any, outs: Tensors, ins: Tensors, numbers: list[int], reduce: str) -> Any:
+    return pg.broadcast(outs, options("BroadcastOptions", rootRank=numbers[0], rootTensor=0))
+
+
+def reduce_(pg: Any, outs: Tensors, ins: Tensors, numbers: list[int], reduce: str) -> Any:
+    return pg.reduce(outs, options("ReduceOptions", rootRank=numbers[0], rootTensor=0, reduceOp=reduction(reduce)))
+
+
+def all_gather(pg: Any, outs: Tensors, ins: Tensors, numbers: list[int], reduce: str) -> Any:
+    return pg.allgather([outs], ins, options("AllgatherOptions"))
+
+
+def all_gather_single(pg: Any, outs: Tensors, ins: Tensors, numbers: list[int], reduce: str) -> Any:
+    if len(outs) == 1:
+        return pg._allgather_base(outs[0], ins[0], options("AllgatherOptions"))
+    return pg.allgather_into_tensor_coalesced(outs, ins, options("AllgatherOptions"))
+
+
+def reduce_scatter(pg: Any, outs: Tensors, ins: Tensors, numbers: list[int], reduce: str) -> Any:
+    return pg.reduce_scatter(outs, [ins], options("ReduceScatterOptions", reduceOp=reduction(reduce)))
+
+
+def reduce_scatter_single(pg: Any, outs: Tensors, ins: Tensors, numbers: list[int], reduce: str) -> Any:
+    opts = options("ReduceScatterOptions", reduceOp=reduction(reduce))
+    if len(outs) == 1:
+        return pg._reduce_scatter_base(outs[0], ins[0], opts)
+    return pg.reduce_scatter_tensor_coalesced(outs, ins, opts)
+
+
+def all_to_all_single(pg: Any, outs: Tensors, ins: Tensors, numbers: list[int], reduce: str) -> Any:
+    count = numbers[0]
+    return pg.alltoall_base(outs[0], ins[0], numbers[1 : 1 + count], numbers[1 + count :], options("AllToAllOptions"))
+
+
+def all_to_all(pg: Any, outs: Tensors, ins: Tensors, numbers: list[int], reduce: str) -> Any:
+    if outs[0].device.type != "cpu":
+        return pg.alltoall(outs, ins, options("AllToAllOptions"))
+    flat = outs[0].new_empty(sum(out.numel() for out in outs))  # gloo exchanges parts of one tensor only
+    sizes = [[one.numel() for one in many] for many in (outs, ins)]
+    work = pg.alltoall_base(flat, torch.cat([one.reshape(-1) for one in ins]), *sizes, options("AllToAllOptions"))
+
+    def land() -> None:
+        for out, part in zip(outs, flat.split(sizes[0])):
+            out.copy_(part.view(out.shape))
+
+    return Flight(work, land)
+
+
+def gather(pg: Any, outs: Tensors, ins: Tensors, numbers: list[int], reduce: str) -> Any:
+    return pg.gather([outs] if outs else [], ins, options("GatherOptions", rootRank=numbers[0]))
+
+
+def scatter(pg: Any, outs: Tensors, ins: Tensors, numbers: list[int], reduce: str) -> Any:
+    return pg.scatter(outs, [ins] if ins else [], options("ScatterOptions", rootRank=numbers[0]))
+
+
+def send(pg: Any, outs: Tensors, ins: Tensors, numbers: list[int], reduce: str) -> Any:
+    return pg.send(ins, numbers[0], numbers[1])
+
+
+def recv(pg: Any, outs: Tensors, ins: Tensors, numbers: list[int], reduce: str) -> Any:
+    return pg.recv(outs, numbers[0], numbers[1])
+
+
+STARTS = (all_reduce_, broadcast_, reduce_, all_gather, all_gather_single, reduce_scatter, reduce_scatter_single,
+          all_to_all_single, all_to_all, gather, scatter, send, recv)  # fmt: skip
+SHOWN = 4  # tensors of a coalesced collective that its name tells one by one
+POINT_TO_POINT = ("send", "recv")
+_ALL_RANKS_ALIKE = ("all_reduce_", "broadcast_", "reduce_", "all_gather_single", "gather", "scatter", "reduce_scatter_single")
+
+
+@functools.cache
+def entry(name: str, outs: Sizes, ins: Sizes, numbers: tuple[int, ...], reduce: str) -> str:
+    """A collective as every rank has to see it: "all_reduce(SUM) float32[1024]"."""
+    words = [reduce] if reduce else []
+    if name in ("broadcast_", "reduce_", "gather", "scatter"):
+        words.append(f"root {numbers[0]}")
+    told = {"gather": ins, "all_gather_single": ins}.get(name, outs or ins)
+    sized = name in _ALL_RANKS_ALIKE or (name == "all_to_all_single" and len(numbers) == 1)  # splits differ between ranks
+    told, more = (told[:SHOWN], told[SHOWN:]) if sized else (told[:1], ())
+    texts = [str(dtype).removeprefix("torch.") + (f"[{count}]" if sized else "") for dtype, count in told]
+    texts += [f"and {sum(count for _, count in more)} elements in {len(more)} more"] if more else []
+    return f"{name.removesuffix('_')}({', '.join(words)}) {', '.join(texts)}"
+
+
+def start(begin: Callable[..., Any], outs: list[Tensor], ins: list[Tensor], numbers: list[int], reduce: str, group: str) -> None:
+    """Runs when a program reaches the node."""
+    home, name = groups[group], begin.__name__
+    if name not in POINT_TO_POINT:
+        sizes = (tuple((t.dtype, t.numel()) for t in some) for some in (outs, ins))
+        home.agreement.start(entry(name, *sizes, tuple(numbers), reduce))
+    begun = begin(home.inner, outs, ins, numbers, reduce)
+    if begun is not None:
+        flight = _flights[key(outs, ins)] = begun if isinstance(begun, Flight) else Flight(begun)
+        flight.group = home
+
+
+def wait(outs: list[Tensor], ins: list[Tensor]) -> None:
+    flight = _flights.pop(key(outs, ins), None)
+    if flight is None:
+        return
+    try:
+        flight.work.wait()
+    except RuntimeError:
+        if flight.group is not None:
+            flight.group.agreement.raise_if_broken()  # says more
+        raise
+    if flight.land is not None:
+        flight.land()
+
+
+def key(outs: Tensors, ins: Tensors) -> int:
+    return int((outs or ins)[0].untyped_storage()._cdata)
+
+
+def record(name: str, outs: Tensors, ins: Tensors, numbers: Sequence[int] = (), reduce: str = "", group: str = "") -> None:
+    """Record the collective ``name`` on lazy tensors. It does not differentiate, like those of torch.distributed."""
+    with torch._C._AutoDispatchBelowAutograd():
+        getattr(torch.ops.lazysched, name)(outs, ins, numbers, reduce, group)
+        torch.ops.lazysched.wait(outs, ins)
+
+
+_library = torch.library.Library("lazysched", "DEF")
+for _begin in STARTS:
+    _library.define(_begin.__name__ + _SCHEMA)
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_begin.__name__, functools.partial(start, _begin), _key)
+_library.define("wait(Tensor(a!)[] outs, Tensor[] ins) -> ()")
+for _key in ("CPU", "CUDA"):
+    _library.impl("wait", wait, _key)
+for _name in ("wait", *(begin.__name__ for begin in STARTS)):
+    _library.impl(_name, lambda *args: None, "Meta")
+assert all(ops.info(f"lazysched::{begin.__name__}").kind == "collective" for begin in STARTS)

@@ -1,0 +1,167 @@
+"""In which order ranks start their collectives: schedules move them, and ranks that would not agree raise instead of hanging."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Callable
+
+import torch
+import torch.distributed as dist
+
+import lazy_backend
+from lazy_backend import LazyScheduler, flush, register_segment, register_segment_backward_pre_hook
+from tests import ranks
+
+orders: list[list[str]] = []
+
+
+def note_orders() -> None:
+    flush.before_first_run.append(lambda graph: orders.append([node.name for node in graph.nodes]))
+
+
+class Exchange(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x)
+        return out
+
+
+class Arch(torch.nn.Module):
+    def func1(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x)
+
+    def func2(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.matmul(x, x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.func2(self.func1(x))
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sdd, self.arch = Exchange(), Arch()
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = self.arch(x).sum()
+        return loss, self.sdd(table)
+
+
+def step(model: Model, device: str) -> list[torch.Tensor]:
+    torch.manual_seed(dist.get_rank())
+    x, table = torch.randn(4, 4, device="cpu").to(device).requires_grad_(), torch.randn(4, 3).to(device)
+    loss, exchanged = model(x, table)
+    loss.backward()
+    assert x.grad is not None
+    result = exchanged * 2 + x.grad.sum()
+    return [loss, result, x.grad]
+
+
+def check_schedule() -> None:
+    note_orders()
+    model = Model()
+    unscheduled = [t.cpu() for t in step(model, "lazysched")]
+    register_segment(model.sdd.forward, name="sdd_fwd")
+    register_segment(model.arch.func2, name="func2_bwd", is_backward=True)
+    with LazyScheduler(schedule=["func2_bwd", "sdd_fwd"]) as late:
+        after = [t.cpu() for t in step(model, "lazysched")]
+    assert late.recorded_execution_order() == ["func2_bwd", "sdd_fwd"]
+    register_segment_backward_pre_hook("func2_bwd", "sdd_fwd")
+    with LazyScheduler() as scheduler:
+        scheduled = [t.cpu() for t in step(model, "lazysched")]
+    assert scheduler.recorded_execution_order() == ["sdd_fwd", "func2_bwd"] and not scheduler.refusals(), scheduler.report()
+    for one, other, third in zip(unscheduled, after, scheduled):
+        assert torch.equal(one, other) and torch.equal(one, third)
+    first, second, third = orders
+    starts = [order.index("all_to_all_single") for order in orders]
+    waits = [order.index("wait") for order in orders]
+    products = [[at for at, name in enumerate(order) if name == "mm"] for order in orders]
+    assert starts[0] < products[0][1] < products[0][2] < waits[0], first  # recorded after the forward; waited for by its reader
+    assert products[1][2] < starts[1] < waits[1], second
+    assert products[2][0] < starts[2] < products[2][1] and third[waits[2] + 1] == "mul" and waits[2] > products[2][2], third
+
+
+def test_a_schedule_moves_a_collective_and_its_first_reader_waits() -> None:
+    ranks.run(check_schedule)
+
+
+def exchange(names: str, scale: float = 1.0, extra: int = 0) -> torch.Tensor:
+    """The collectives that the letters of ``names`` stand for, then ``extra`` ops, so that it is another recording."""
+    x = torch.arange(8.0).to("lazysched") * scale
+    for name in names:
+        if name == "r":
+            dist.all_reduce(x)
+        elif name == "b":
+            dist.broadcast(x, 1)
+        else:
+            dist.all_to_all_single(torch.empty_like(x), x)
+    for _ in range(extra):
+        x = x + 1
+    return x
+
+
+def fails(names: str, extra: int = 0) -> str:
+    start = time.monotonic()
+    try:
+        exchange(names, extra=extra).cpu()
+    except RuntimeError as error:
+        assert time.monotonic() - start < 20
+        return str(error)
+    raise AssertionError("no error")
+
+
+def check_new_plans() -> None:
+    rank = dist.get_rank()
+    exchange("rbr").cpu()
+    told = fails("rrb" if rank else "rbb")
+    assert "different orders" in told and "collective number 4" in told, told
+    assert "rank 0:\n    4. broadcast(root 1) float32[8] at " in told and "rank 1:\n    4. all_reduce(SUM) float32[8] at " in told
+    assert "test_lazy_backend_distributed_order.py" in told and "one order on every rank" in told
+
+
+def leave_at_once(check: Callable[[], None]) -> None:
+    """A group whose ranks disagree cannot be used any more, not even to say goodbye."""
+    check()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def new_plans() -> None:
+    leave_at_once(check_new_plans)
+
+
+def test_new_plans_that_differ_raise_on_both_ranks_with_both_orders() -> None:
+    ranks.run(new_plans)
+
+
+def check_cached() -> None:
+    rank = dist.get_rank()
+    for _ in range(3):
+        exchange("rb").cpu()
+    compiles = lazy_backend.stats()["compiles"]
+    # one rank compiles, the other's cache hits
+    for extra in (1, 2):
+        got = exchange("rb", extra=extra * rank)
+        assert got.tolist() == [2.0 * n + extra * rank for n in range(8)]
+    assert lazy_backend.stats()["compiles"] - compiles == 2 * rank
+    # ranks that cut their programs into other recordings
+    x = exchange("r")
+    if rank:
+        x.cpu()
+    dist.all_reduce(x)
+    y = exchange("b")
+    assert x[1].item() == 4 and y[1].item() == 1
+    # another order against a cached one: whoever compiles finds it
+    told = fails("rb") if rank == 0 else fails("ra", extra=7)
+    assert "different orders" in told, told
+    assert "rank 0:\n    14. broadcast(root 1) float32[8]" in told and "14. all_to_all_single() float32[8] at" in told, told
+
+
+def cached() -> None:
+    leave_at_once(check_cached)
+
+
+def test_a_rank_whose_cache_hits_takes_part() -> None:
+    ranks.run(cached)
