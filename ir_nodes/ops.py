@@ -85,8 +85,8 @@ _KINDS: dict[str, str] = {
     "value_access": "_linalg_check_errors _local_scalar_dense allclose equal is_nonzero item",
 }
 
-# Ops of these namespaces exchange data between ranks.
-_COLLECTIVE = ("c10d", "_c10d_functional", "c10d_functional")
+# Ops of these namespaces exchange data between ranks; the device's own are defined in lazy_backend/distributed.
+_BETWEEN_RANKS = ("lazysched", "c10d", "_c10d_functional", "c10d_functional")
 
 # In-place ops that never read the old elements of what they write.
 _WRITE_ONLY = frozenset(
@@ -163,8 +163,10 @@ def info(target: str) -> OpInfo:
     """The table's row for ``target``; for an op outside of it, an "extern" row with what torch's own tags say."""
     space, name, _ = split(target)
     tags = _tags(target)
-    kind = _kind(name) if space == "aten" else "extern" if space not in _COLLECTIVE else "wait" if "wait" in name else "collective"
-    known = kind not in ("extern", "collective", "wait")
+    kind = _kind(name) if space == "aten" else "extern"
+    if space in _BETWEEN_RANKS:
+        kind = "wait" if "wait" in name else "collective"
+    known = kind not in ("extern", *COLLECTIVE)
     return OpInfo(
         name,
         kind,

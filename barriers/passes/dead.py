@@ -9,10 +9,9 @@ from ir_nodes.ops import COLLECTIVE, info
 def eliminate_dead(graph: Graph) -> Graph:
     """Keep the nodes that some live buffer's last value is computed from, and those that are run for no value at all.
 
-    Collectives are such nodes: other ranks take part in them.
-
-    A live generator's state counts as such a buffer, and a partial write keeps the value whose other bytes survive. Linear
-    in nodes and operands. Returns ``graph``, without the dead nodes and their values.
+    Assertions are such nodes, and collectives, in which other ranks take part. A live generator's state counts as such a
+    buffer, and a partial write keeps the value whose other bytes survive. Linear in nodes and operands. Returns ``graph``,
+    without the dead nodes and their values.
     """
     alive = _reachable(graph)
     dead = [node for node in graph.nodes if node not in alive]
@@ -25,7 +24,7 @@ def eliminate_dead(graph: Graph) -> Graph:
 
 def _reachable(graph: Graph) -> set[Node]:
     pending = [value.producer for value in graph.outputs()]
-    pending += [node for node in graph.nodes if not node.all_writes() or info(node.target).kind in COLLECTIVE]  # an assertion, for one
+    pending += [node for node in graph.nodes if not node.all_writes() or info(node.target).kind in COLLECTIVE]
     alive: set[Node] = set()
     while pending:
         node = pending.pop()
