@@ -23,7 +23,8 @@ from ir_nodes.estimate import CPU, Cost, Rates, cost
 class Ordered:
     """What became of the wishes for one recording. Orders list each call of a segment once, by its first node.
 
-    ``problems``: what was wrong with schedule hooks, as sentences.
+    ``problems``: what was wrong with schedule hooks, as sentences. ``checked``: how often debug_mode compared this order with the
+    program's; ``difference``: the first that it found.
     """
 
     recorded: list[SegmentCall] = field(default_factory=list)
@@ -31,6 +32,8 @@ class Ordered:
     honoured: list[tuple[SegmentCall, SegmentCall]] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    checked: int = 0
+    difference: str = ""
 
 
 @dataclass(slots=True)

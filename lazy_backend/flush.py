@@ -14,6 +14,7 @@ from codegen.engine import Context, EngineError
 from codegen.executable import Emit, Program, assemble
 from ir_nodes import Graph, printer, settings
 from lazy_backend import core, orders
+from lazy_backend.checks import check_orders
 from lazy_backend.entered import segments
 from lazy_backend.trace import Recording, to_graph
 
@@ -39,6 +40,10 @@ def compile_recording(native: ModuleType, recording: Recording, device: int) -> 
     program: Program = native.Program()
     program.order = ordered
     steps, temporaries = plan_steps(graph, engine_name(), device)
+    report = orders.report(ordered)
+    if report is not None and orders.debugging():
+        check = check_orders(graph, report, device)
+        steps = [check, *steps] if check else steps
     assemble(graph, program, steps, recorded - len(graph.nodes), temporaries)
     return program
 

@@ -39,6 +39,7 @@ class Demands:
 
     wishes: tuple[Wish, ...] = ()
     hooks: tuple[ScheduleHook, ...] = ()
+    debug: bool = False  # compare with the program's order
 
 
 _demands: dict[int, Demands] = {}  # of the schedulers in force, by owner number
@@ -99,6 +100,7 @@ def enforce(owner: int, demands: Demands | None) -> None:
 def renew_key() -> None:
     wishes, hooks = wanted(), hooks_now()
     text = "\n".join([*(f"{wish.owner} {wish} {wish.moves.name}" for wish in wishes), *(f"{h.owner} {h.number}" for h in hooks)])
+    text += "debug" if debugging() else ""
     global _key
     _key = hash(text) & (2**63 - 1) if text else 0
     if core.is_started():
@@ -117,6 +119,12 @@ def wanted() -> list[Wish]:
 def hooks_now() -> list[ScheduleHook]:
     with _lock:
         return [*_hooks.values(), *(hook for demands in _demands.values() for hook in demands.hooks)]
+
+
+def debugging() -> bool:
+    """Is the order of each new recording to be compared with the program's?"""
+    with _lock:
+        return any(demands.debug for demands in _demands.values())
 
 
 class _Untouched(TorchDispatchMode):

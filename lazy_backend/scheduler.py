@@ -26,7 +26,10 @@ _told: set[str] = set()  # problems of hooks
 
 
 class ScheduleError(RuntimeError):
-    """With ``strict=True``: an order that data flow does not allow. Everything was computed all the same."""
+    """With ``strict=True``: an order that data flow does not allow; with ``debug_mode=True``: one that changed a number.
+
+    Everything was computed all the same.
+    """
 
 
 class LazyScheduler:
@@ -39,19 +42,23 @@ class LazyScheduler:
     ``hooks``: schedule hooks such as `min_peak_memory`, asked about what this scheduler's segments record; see
     `register_schedule_hook`. Data flow always wins: where it forbids an order, the numbers are right and `report` says which
     tensor forbade it; with ``strict`` the region ends with ScheduleError. ``start`` and ``stop`` serve a whole run. It holds for
-    what its own thread calls, and begins anew with every step. Raises SegmentError for an unknown name, ContradictionError for a
+    what its own thread calls, and begins anew with every step. ``debug_mode`` also runs each recording in both orders on copies
+    of its inputs, and compares every result to the last bit: ScheduleError, and a warning at once, name the first that differs.
+    That takes three times as long, and memory for every result. Raises SegmentError for an unknown name, ContradictionError for a
     circle.
     """
 
-    def __init__(self, schedule: Sequence[str] | None = None, *, hooks: Sequence[Ask] = (), strict: bool = False) -> None:
+    def __init__(self, schedule: Sequence[str] | None = None, *, hooks: Sequence[Ask] = (), strict: bool = False,
+                 debug_mode: bool = False) -> None:
         if isinstance(schedule, str):
             raise ValueError(f"schedule is a list of names, got the text {schedule!r}: write [{schedule!r}]")
         self.schedule = list(schedule or [])
         self.strict = strict
         numbers = tuple(orders.hook_of(hook).number for hook in hooks)
-        self.owner = orders.owner_of(tuple(self.schedule), numbers, strict)
+        self.owner = orders.owner_of(tuple(self.schedule), numbers, strict, debug_mode)
         self._wishes = wishes_of(self.schedule, owner=self.owner)
-        self._demands = orders.Demands(tuple(self._wishes), tuple(orders.hook_of(hook, self.owner) for hook in hooks))
+        own_hooks = tuple(orders.hook_of(hook, self.owner) for hook in hooks)
+        self._demands = orders.Demands(tuple(self._wishes), own_hooks, debug_mode)
         self._steps: list[list[Ordered]] = [[]]  # reports of the recordings of the last finished step, then of this one
         self._warned: set[str] = set()
         self._outer = 0
@@ -78,6 +85,9 @@ class LazyScheduler:
         thread.owner = self._outer
         if not any(one.owner == self.owner for one in _active):
             orders.enforce(self.owner, None)
+        different = [report.difference for report in self._last_step() if report.difference]
+        if different and self._demands.debug:
+            raise ScheduleError(different[0])
         failed = [*(refusal for refusal in self.refusals() if not refusal.partly), *self._problems()]
         if self.strict and failed:
             raise ScheduleError("the schedule could not be honoured: " + "; ".join(map(str, failed)))
@@ -138,6 +148,9 @@ class LazyScheduler:
         lines += ["recorded: " + line(itertools.chain(*(report.recorded for report in step)))]
         lines += ["run:      " + line(itertools.chain(*(report.scheduled for report in step)))]
         lines += self._problems()
+        lines += [report.difference for report in step if report.difference]
+        checked = sum(report.checked for report in step)
+        lines += [f"compared with the program's order: {checked} times"] if checked else []
         refused = self.refusals()
         lines += [f"could not be honoured: {refusal}" for refusal in refused if not refusal.partly]
         lines += [f"only in part: {refusal}" for refusal in refused if refusal.partly]
@@ -166,8 +179,8 @@ def note(barrier: Barrier, order: int) -> None:
     if barrier.kind in _STEP_ENDS:
         Steps.number += 1
     report = orders.report(order)
-    for problem in report.problems if report else ():
-        if problem not in _told:
+    for problem in [*report.problems, report.difference] if report else ():
+        if problem and problem not in _told:
             _told.add(problem)
             warnings.warn(problem, RuntimeWarning, stacklevel=users_level())
     for scheduler in list(_active):
