@@ -6,7 +6,7 @@ or it overwrites what another wrote. The last two exist because all values of a 
 
 from __future__ import annotations
 
-from typing import Iterator
+from typing import Iterator, Sequence
 
 from ir_nodes import Graph, Node, Value
 
@@ -36,15 +36,16 @@ def needs(node: Node, older: dict[Value, Value]) -> Iterator[tuple[Node, Value, 
             yield old.producer, old, "overwrites"
 
 
-def predecessors(graph: Graph) -> list[list[int]]:
-    """For each node of ``graph.nodes`` the positions of those that must run before it. Linear in operands.
+def predecessors(graph: Graph, nodes: Sequence[Node] | None = None) -> list[list[int]]:
+    """For each of ``nodes`` (None: the graph's) the positions of those that must run before it. Linear in operands.
 
     The same as `needs`, written out: this is most of what scheduling costs.
     """
     older = older_values(graph)
-    place = {node: position for position, node in enumerate(graph.nodes)}
+    nodes = graph.nodes if nodes is None else nodes
+    place = {node: position for position, node in enumerate(nodes)}
     found: list[list[int]] = []
-    for node in graph.nodes:
+    for node in nodes:
         others = {operand.value.producer for operand in node.reads}
         for write in node.writes + node.effects if node.effects else node.writes:
             if write.base is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Iterable, Sequence
+from typing import Callable, Iterable, Sequence
 
 from barriers.accumulation import release_sums
 from barriers.calls import Run, calls_of, first_come, positions_of, runs_of
@@ -24,7 +24,8 @@ class Ordered:
     """What became of the wishes for one recording. Orders list each call of a segment once, by its first node.
 
     ``problems``: what was wrong with schedule hooks, as sentences. ``checked``: how often debug_mode compared this order with the
-    program's; ``difference``: the first that it found.
+    program's; ``difference``: the first that it found. ``graph``: what was ordered, as long as reports may need it; ``measured``:
+    how long each stretch of a segment took on the device, if that is measured.
     """
 
     recorded: list[SegmentCall] = field(default_factory=list)
@@ -34,6 +35,8 @@ class Ordered:
     problems: list[str] = field(default_factory=list)
     checked: int = 0
     difference: str = ""
+    graph: Graph | None = None
+    measured: Callable[[], list[tuple[SegmentCall | None, float]]] | None = None
 
 
 @dataclass(slots=True)

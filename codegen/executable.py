@@ -34,12 +34,13 @@ class Emit:
     use: StepUse
     writes: tuple[int, ...]  # buffers
     add: Callable[[Program], None]
+    node: Node | None = None  # the first that it runs
 
 
 def emit_call(node: Node) -> Emit:
     """``node`` as one ATen call on the physical device."""
     slots = operand_slots(node)
-    return Emit(node_use(node), written_buffers(node), lambda program: program.call(node.instr, slots))
+    return Emit(node_use(node), written_buffers(node), lambda program: program.call(node.instr, slots), node)
 
 
 def operand_slots(node: Node) -> list[int]:

@@ -31,6 +31,7 @@ from lazy_backend.segments import handle, on_hooks
 _lock = threading.Lock()
 _numbers = itertools.count(1)
 _key = 0
+_KEPT_GRAPHS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class Demands:
     wishes: tuple[Wish, ...] = ()
     hooks: tuple[ScheduleHook, ...] = ()
     debug: bool = False  # compare with the program's order
+    measure: bool = False  # time each segment
 
 
 _demands: dict[int, Demands] = {}  # of the schedulers in force, by owner number
@@ -100,7 +102,7 @@ def enforce(owner: int, demands: Demands | None) -> None:
 def renew_key() -> None:
     wishes, hooks = wanted(), hooks_now()
     text = "\n".join([*(f"{wish.owner} {wish} {wish.moves.name}" for wish in wishes), *(f"{h.owner} {h.number}" for h in hooks)])
-    text += "debug" if debugging() else ""
+    text += "debug" * debugging() + "measure" * measuring()
     global _key
     _key = hash(text) & (2**63 - 1) if text else 0
     if core.is_started():
@@ -127,6 +129,12 @@ def debugging() -> bool:
         return any(demands.debug for demands in _demands.values())
 
 
+def measuring() -> bool:
+    """Is the time of each segment to be measured?"""
+    with _lock:
+        return any(demands.measure for demands in _demands.values())
+
+
 class _Untouched(TorchDispatchMode):
     """While a recording is compiled no other can be made: an error instead of waiting for ever."""
 
@@ -150,6 +158,8 @@ def apply(graph: Graph) -> int:
     with _lock:
         number = next(_numbers)
         _reports[number] = report
+        if _demands:
+            report.graph = graph
     return number
 
 
@@ -161,11 +171,14 @@ def report(number: int) -> Ordered | None:
     """The report of a program that has just run.
 
     The core keeps the programs that were used last, so the reports that were used last are those of all programs that it has.
+    The last few keep their graph too, which takes memory.
     """
     with _lock:
         found = _reports.get(number)
         if found is not None:
             _reports.move_to_end(number)
+        if len(_reports) > _KEPT_GRAPHS:
+            _reports[next(itertools.islice(reversed(_reports), _KEPT_GRAPHS, None))].graph = None
         while len(_reports) > settings.current().cache_size * core.device_count():
             _reports.popitem(last=False)
         return found

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import itertools
+import os
 import sys
 import types
 import warnings
-from typing import Iterator, Sequence
+from pathlib import Path
+from typing import Sequence
 
 from torch import nn
 
@@ -16,9 +17,10 @@ from barriers.order import Ordered
 from barriers.recorded import Ask
 from barriers.refusals import Refusal
 from barriers.wishes import check, wishes_of
-from ir_nodes import SegmentCall
 from lazy_backend import api, core, orders
 from lazy_backend.entered import Steps, segments, thread
+from lazy_backend.schedule_page import page
+from lazy_backend.schedule_report import StepReport, text
 
 _STEP_ENDS = (BarrierKind.MARK_STEP, BarrierKind.OPTIMIZER_STEP, BarrierKind.SCHEDULE)
 _active: list[LazyScheduler] = []
@@ -44,21 +46,22 @@ class LazyScheduler:
     tensor forbade it; with ``strict`` the region ends with ScheduleError. ``start`` and ``stop`` serve a whole run. It holds for
     what its own thread calls, and begins anew with every step. ``debug_mode`` also runs each recording in both orders on copies
     of its inputs, and compares every result to the last bit: ScheduleError, and a warning at once, name the first that differs.
-    That takes three times as long, and memory for every result. Raises SegmentError for an unknown name, ContradictionError for a
-    circle.
+    That takes three times as long, and memory for every result. ``measure`` times each segment on the device for `report`; then
+    segments share no kernels, and each costs some microseconds more. Raises SegmentError for an unknown name,
+    ContradictionError for a circle.
     """
 
     def __init__(self, schedule: Sequence[str] | None = None, *, hooks: Sequence[Ask] = (), strict: bool = False,
-                 debug_mode: bool = False) -> None:
+                 debug_mode: bool = False, measure: bool = False) -> None:
         if isinstance(schedule, str):
             raise ValueError(f"schedule is a list of names, got the text {schedule!r}: write [{schedule!r}]")
         self.schedule = list(schedule or [])
         self.strict = strict
         numbers = tuple(orders.hook_of(hook).number for hook in hooks)
-        self.owner = orders.owner_of(tuple(self.schedule), numbers, strict, debug_mode)
+        self.owner = orders.owner_of(tuple(self.schedule), numbers, strict, debug_mode, measure)
         self._wishes = wishes_of(self.schedule, owner=self.owner)
         own_hooks = tuple(orders.hook_of(hook, self.owner) for hook in hooks)
-        self._demands = orders.Demands(tuple(self._wishes), own_hooks, debug_mode)
+        self._demands = orders.Demands(tuple(self._wishes), own_hooks, debug_mode, measure)
         self._steps: list[list[Ordered]] = [[]]  # reports of the recordings of the last finished step, then of this one
         self._warned: set[str] = set()
         self._outer = 0
@@ -85,10 +88,10 @@ class LazyScheduler:
         thread.owner = self._outer
         if not any(one.owner == self.owner for one in _active):
             orders.enforce(self.owner, None)
-        different = [report.difference for report in self._last_step() if report.difference]
-        if different and self._demands.debug:
-            raise ScheduleError(different[0])
-        failed = [*(refusal for refusal in self.refusals() if not refusal.partly), *self._problems()]
+        step = self._last_step()
+        if step.differences and self._demands.debug:
+            raise ScheduleError(step.differences[0])
+        failed = [*(refusal for refusal in step.refusals if not refusal.partly), *step.problems]
         if self.strict and failed:
             raise ScheduleError("the schedule could not be honoured: " + "; ".join(map(str, failed)))
 
@@ -122,50 +125,44 @@ class LazyScheduler:
                 warnings.warn(f"the schedule names {name!r}, which did not run in this step; the others go on",
                               stacklevel=users_level())
 
-    def _last_step(self) -> list[Ordered]:
-        return next((step for step in reversed(self._steps) if step), [])
+    def _last_step(self) -> StepReport:
+        recordings = next((step for step in reversed(self._steps) if step), [])
+        return StepReport([*self._wishes, *segments.hooks()], recordings)
 
     def recorded_execution_order(self) -> list[str]:
         """The segments of the last step in the order in which they ran on the device; later calls as "name#1"."""
-        return [str(call) for report in self._last_step() for call in report.scheduled]
+        return [str(call) for report in self._last_step().recordings for call in report.scheduled]
 
     def refusals(self) -> list[Refusal]:
         """Orders that the last step could not honour, or only in part."""
-        return [refusal for report in self._last_step() for refusal in report.refusals]
+        return self._last_step().refusals
 
-    def _problems(self) -> list[str]:
-        return [problem for report in self._last_step() for problem in report.problems]
+    def report(self, html: str | os.PathLike[str] | None = None) -> str:
+        """The last step in words: what was wanted, recorded and run, what data flow forbade, time and memory.
 
-    def report(self) -> str:
-        """The last step in words: what was wanted, recorded and run, and what data flow forbade."""
+        ``html``: a file to write the same to as a page with pictures, which needs no network. Times are estimates unless the
+        scheduler was made with ``measure=True``.
+        """
         step = self._last_step()
-
-        def line(calls: Iterator[SegmentCall]) -> str:
-            return " -> ".join(map(str, calls)) or "(nothing)"
-
-        wanted = [f"  {wish}   ({wish.cause})" for wish in [*self._wishes, *segments.hooks()]]
-        lines = ["wanted:", *(wanted or ["  (nothing)"])]
-        lines += ["recorded: " + line(itertools.chain(*(report.recorded for report in step)))]
-        lines += ["run:      " + line(itertools.chain(*(report.scheduled for report in step)))]
-        lines += self._problems()
-        lines += [report.difference for report in step if report.difference]
-        checked = sum(report.checked for report in step)
-        lines += [f"compared with the program's order: {checked} times"] if checked else []
-        refused = self.refusals()
-        lines += [f"could not be honoured: {refusal}" for refusal in refused if not refusal.partly]
-        lines += [f"only in part: {refusal}" for refusal in refused if refusal.partly]
-        return "\n".join(lines)
+        if html is not None:
+            Path(html).write_text(page(step), encoding="utf-8")
+        return text(step)
 
 
 def is_written_in_code(name: str) -> bool:
-    """Does some module's method, or a function beside it, name both `segment` and this text? Then it has a block of that name."""
+    """Does some function name both `segment` and this text? Then it has a block of that name.
+
+    Looked at are the methods of modules, and what stands in files that import `segment`.
+    """
     classes = [nn.Module]
     for cls in classes:
         classes += [sub for sub in cls.__subclasses__() if sub not in classes]
-    own = [cls for cls in classes if not cls.__module__.startswith("torch")]
-    homes = [vars(sys.modules[home]) for home in {"__main__", *(cls.__module__ for cls in own)} if home in sys.modules]
+    own = {cls for cls in classes if not cls.__module__.startswith("torch")}
+    homes = {cls.__module__ for cls in own} | {"__main__"}
+    homes |= {home for home, module in list(sys.modules.items()) if "segment" in getattr(module, "__dict__", ())}
+    spaces = [*map(vars, own), *(vars(sys.modules[home]) for home in homes if home in sys.modules)]
     return any(
-        holds(inspect.unwrap(value).__code__, name) for space in [*map(vars, own), *homes] for value in list(space.values())
+        holds(inspect.unwrap(value).__code__, name) for space in spaces for value in list(space.values())
         if isinstance(value, types.FunctionType)
     )
 
