@@ -65,6 +65,9 @@ def lanes(order: Sequence[int], before: list[list[int]], costs: Sequence[Cost]) 
     for position in order:
         cost = costs[position]
         ready = max((done[other] for other in before[position]), default=0.0)
+        if cost.waits:
+            done[position] = ready
+            continue
         if cost.collective:
             start = max(link, now, ready)
             link = done[position] = start + cost.seconds

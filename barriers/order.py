@@ -80,12 +80,11 @@ def order_segments(graph: Graph, wishes: Sequence[Wish], hooks: Sequence[Schedul
         report.scheduled = report.recorded
         return report
     found = sorter.attempt(asked)
-    collective = sorter.collectives if asked.overlap else set()
     old = graph.nodes
     graph.nodes = [old[position] for position in found.order]
     sink_waits(graph)
     runs = runs_of(graph.nodes)
-    set_stages(graph, runs, found.members, {old[position] for position in collective})
+    set_stages(graph, runs, found.members)
     report.scheduled = first_come(runs)
     report.honoured = [(a, b) for _, a, b in found.granted]
     report.refusals = [*found.refusals, *distances(found.granted, graph, runs)]
@@ -106,12 +105,6 @@ class Sorter:
         if self._costs is None:
             self._costs = [cost(node, self.rates) for node in self.graph.nodes]
         return self._costs
-
-    @property
-    def collectives(self) -> set[int]:
-        """Positions of collectives and of those who wait for them."""
-        found = {position for position, one in enumerate(self.costs) if one.collective}
-        return found | {position for position, others in enumerate(self.before) if not found.isdisjoint(others)}
 
     def attempt(self, asked: Asked, more: Iterable[SegmentCall] = ()) -> Attempt:
         """The order under what is ``asked``. ``more``: further calls to make members of."""
@@ -227,14 +220,13 @@ def waits_for(member: Member, other: Member, members: Sequence[Member]) -> bool:
     return False
 
 
-def set_stages(graph: Graph, runs: Sequence[Run], members: dict[SegmentCall, Member], alone: set[object]) -> None:
-    """A new stage wherever the nodes begin to belong to other members, and at each node of ``alone``."""
+def set_stages(graph: Graph, runs: Sequence[Run], members: dict[SegmentCall, Member]) -> None:
+    """A new stage wherever the nodes begin to belong to other members."""
     stage, last = 0, None
     for (_, start, end), bits in zip(runs, own_bits(runs, members)):
         stage += last is not None and bits != last
         last = bits
         for node in graph.nodes[start:end]:
-            stage += bool(alone) and node in alone
             node.stage = stage
 
 

@@ -130,10 +130,12 @@ def run_overlapped(
             heapq.heappush(ready, (rank[position] - count, position))
             return
         until = max((done[other] for other in before[position]), default=0.0) if position < count else 0.0
-        if until > now:
+        if position < count and costs[position].waits:
+            done[position] = until
+        elif until > now:
             heapq.heappush(later, (until, rank[position], position))
-        else:
-            heapq.heappush(ready, (rank[position], position))
+            return
+        heapq.heappush(ready, (rank[position], position))
 
     for position, missing in enumerate(waiting):
         if not missing:
@@ -150,7 +152,7 @@ def run_overlapped(
             cost = costs[position]
             if cost.collective:
                 link = done[position] = max(link, now) + cost.seconds
-            else:
+            elif not cost.waits:
                 now = done[position] = now + cost.seconds
         for other in after[position]:
             waiting[other] -= 1

@@ -42,12 +42,16 @@ CUDA = Rates(5e13, 5e14, 3e12, 2e11, 3e-6, 2e-5)
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Operations, bytes moved, and seconds. ``collective``: on the link between ranks, beside the computation."""
+    """Operations, bytes moved, and seconds.
+
+    ``collective``: on the link between ranks, beside the computation. ``waits``: ends when that ends, holds up only its readers.
+    """
 
     flops: int
     nbytes: int
     seconds: float
     collective: bool = False
+    waits: bool = False
 
 
 def cost(node: Node, rates: Rates) -> Cost:
@@ -56,7 +60,7 @@ def cost(node: Node, rates: Rates) -> Cost:
     if ops.info(node.target).kind == "collective":
         return Cost(0, moved, rates.start + moved / rates.link, True)
     if ops.info(node.target).kind == "wait":
-        return Cost(0, 0, 0.0)
+        return Cost(0, 0, 0.0, waits=True)
     flops = operations(node)
     layout = node.writes[0].layout if node.writes else None
     peak = rates.half_flops if layout is not None and layout.itemsize == 2 else rates.flops

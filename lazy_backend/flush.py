@@ -16,7 +16,7 @@ from ir_nodes import Graph, printer, settings
 from lazy_backend import core, orders
 from lazy_backend.checks import check_orders
 from lazy_backend.entered import segments
-from lazy_backend.measure import part_stages, with_times
+from lazy_backend.measure import part_segments, with_times
 from lazy_backend.trace import Recording, to_graph
 
 before_first_run: list[Callable[[Graph], None]] = []
@@ -41,7 +41,7 @@ def compile_recording(native: ModuleType, recording: Recording, device: int) -> 
     program: Program = native.Program()
     program.order = ordered
     if orders.measuring():
-        part_stages(graph)
+        part_segments(graph)
     steps, temporaries = plan_steps(graph, engine_name(), device)
     report = orders.report(ordered)
     if report is not None and orders.measuring():

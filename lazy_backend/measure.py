@@ -18,7 +18,7 @@ from ir_nodes import Graph, SegmentCall
 from lazy_backend import core
 
 
-def part_stages(graph: Graph) -> None:
+def part_segments(graph: Graph) -> None:
     """A new stage wherever another segment begins, so that no kernel belongs to two."""
     extra, last = 0, graph.nodes[0].segment if graph.nodes else None
     for node in graph.nodes:

@@ -14,10 +14,9 @@ from torch import nn
 import lazy_backend
 from barriers.segment import SegmentError
 from barriers.wishes import ContradictionError
-from ir_nodes import settings
 from lazy_backend import LazyScheduler, ScheduleError, orders, register_segment, register_segments, segment
 from lazy_backend.entered import segments
-from tests import towers
+from tests import children, towers
 from tests.device import DEVICE
 from tests.towers import FUNC1, Tower, name_all, pair, same, train
 
@@ -223,11 +222,15 @@ def test_a_segment_goes_with_its_module() -> None:
             name_all(model)
 
 
-def test_reports_are_kept_for_the_programs_that_are_kept() -> None:
+def few_programs() -> None:
     model, _ = pair(Tower)
     name_all(model)
-    with settings.override(cache_size=2), LazyScheduler() as scheduler:
+    with LazyScheduler() as scheduler:
         for rows in range(1, 7):
             model(torch.ones(rows, 6, device=DEVICE)).sum().item()
             assert scheduler.recorded_execution_order()[-3:] == ["one", "two", "join"]
     assert len(orders._reports) == 2
+
+
+def test_reports_are_kept_for_the_programs_that_are_kept() -> None:
+    children.call(few_programs, cache_size=2)
