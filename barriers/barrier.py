@@ -40,6 +40,10 @@ class BarrierKind(enum.Enum):
         return self.name.lower()
 
 
+STEP_ENDS = (BarrierKind.MARK_STEP, BarrierKind.OPTIMIZER_STEP, BarrierKind.SCHEDULE)
+"""What ends a step of the program."""
+
+
 @dataclass(frozen=True, slots=True)
 class Barrier:
     """One end of a recording.

@@ -33,6 +33,8 @@ class Ordered:
     honoured: list[tuple[SegmentCall, SegmentCall]] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    early: list[SegmentCall] = field(default_factory=list)  # held back, but somebody looked at what they make
+    waiting: list[SegmentCall] = field(default_factory=list)  # held back still: a later recording runs them
     checked: int = 0
     difference: str = ""
     graph: Graph | None = None

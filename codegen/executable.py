@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Callable, Protocol, Sequence
 
 from codegen.memory_plan import StepUse, node_use, plan_memory
-from ir_nodes import Graph, Node
-from ir_nodes.node import Operand, Target
+from ir_nodes import Graph, Layout, Node
+from ir_nodes.node import Buffer, Operand, Target
 
 
 class Program(Protocol):
-    """The native core's program builder (csrc/bind.cpp). ``order``: the number of the report on its segments, or -1."""
+    """The native core's program builder (csrc/bind.cpp).
+
+    ``order``: the number of the report on its segments, or -1. ``rest``: recorded instructions that it leaves recorded, and
+    ``kept`` the buffers that these need. ``inputs``: (buffer, slot); ``outputs``: (buffer, slot, last step that writes it).
+    """
 
     order: int
+    rest: list[int]
+    kept: list[int]
+    slots: int
+    inputs: list[tuple[int, int]]
+    outputs: list[tuple[int, int, int]]
+    nodes: int
+    dead: int
 
     def call(self, instr: int, slots: list[int]) -> None: ...
     def launch(
@@ -22,9 +34,7 @@ class Program(Protocol):
     def python(self, run: Callable[[list[object], list[object]], None], instr: int) -> None: ...
     def alloc(self, slot: int, nbytes: int) -> None: ...
     def free(self, slot: int) -> None: ...
-    def finish(
-        self, slots: int, inputs: list[tuple[int, int]], outputs: list[tuple[int, int, int]], nodes: int, dead: int
-    ) -> None: ...
+    def mark(self, depth: int, name: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,30 +44,46 @@ class Emit:
     use: StepUse
     writes: tuple[int, ...]  # buffers
     add: Callable[[Program], None]
-    node: Node | None = None  # the first that it runs
+    nodes: tuple[Node, ...] = ()  # what it runs
+
+    @property
+    def node(self) -> Node | None:
+        return self.nodes[0] if self.nodes else None
+
+    @property
+    def segments(self) -> tuple[str, ...]:
+        """The segments that all its nodes belong to, the outermost first; where they share none, one name that tells them all."""
+        chains = [[str(call) for call in node.segment.chain()][::-1] if node.segment else [] for node in self.nodes]
+        apart = dict.fromkeys(chain[0] for chain in chains if chain)
+        return tuple(os.path.commonprefix(chains)) or ((" + ".join(apart),) if apart else ())
 
 
 def emit_call(node: Node) -> Emit:
     """``node`` as one ATen call on the physical device."""
     slots = operand_slots(node)
-    return Emit(node_use(node), written_buffers(node), lambda program: program.call(node.instr, slots), node)
+    return Emit(node_use(node), written_buffers(node), lambda program: program.call(node.instr, slots), (node,))
 
 
 def operand_slots(node: Node) -> list[int]:
-    """The slot of each tensor operand in argument order, then of each new output; -1 where there is none."""
+    """The slot of each tensor operand in argument order, then of each new output. -1 where there is none; -2 - a for a tensor
+    that argument ``a`` has read already, since some ops ask whether two of their tensors are one."""
     slots: list[int] = []
+    read: dict[tuple[Buffer, Layout], int] = {}
 
-    def walk(arg: object) -> None:
+    def walk(arg: object, position: int | None) -> None:
         if isinstance(arg, tuple):
             for item in arg:
-                slots.append(-1) if item is None else walk(item)
-        elif isinstance(arg, Operand):
-            slots.append(arg.value.buffer.index)
-        elif isinstance(arg, Target):
-            slots.append(node.writes[arg.index].value.buffer.index)
+                slots.append(-1) if item is None else walk(item, None)
+        elif isinstance(arg, (Operand, Target)):
+            place = node.writes[arg.index] if isinstance(arg, Target) else arg
+            seen = (place.value.buffer, place.layout)
+            again = position is not None and seen in read and not place.layout.flipped
+            slots.append(-2 - read[seen] if again else place.value.buffer.index)
+            if position is not None and isinstance(arg, Operand):
+                read.setdefault(seen, position)
 
-    for arg in node.args:
-        walk(arg)
+    for position, arg in enumerate(node.args):
+        walk(arg, position)
     slots += [-1 if index is None else node.writes[index].value.buffer.index for index in node.returns]
     return slots
 
@@ -71,8 +97,10 @@ def assemble(graph: Graph, program: Program, steps: Sequence[Emit], dead: int, t
     plan = plan_memory(graph, [step.use for step in steps], temporaries)
     ready: dict[int, int] = {}
     position = 0
+    inside: tuple[str, ...] = ()
     for index, step in enumerate(steps):
-        position += len(plan.allocs[index])
+        position += mark(program, inside, step.segments) + len(plan.allocs[index])
+        inside = step.segments
         for slot, nbytes in plan.allocs[index]:
             program.alloc(slot, nbytes)
         step.add(program)
@@ -81,6 +109,19 @@ def assemble(graph: Graph, program: Program, steps: Sequence[Emit], dead: int, t
         position += 1 + len(plan.frees[index])
         for slot in plan.frees[index]:
             program.free(slot)
+    mark(program, inside, ())
     bound = set(plan.inputs)
-    outputs = [(b.index, b.index, ready[b.index]) for b in graph.buffers if b.live and b.index in ready and b.index not in bound]
-    program.finish(plan.slots, [(b, b) for b in plan.inputs], outputs, len(steps), dead)
+    program.outputs = [(b.index, b.index, ready[b.index]) for b in graph.buffers if b.live and b.index in ready and b.index not in bound]
+    program.inputs = [(b, b) for b in plan.inputs]
+    program.slots, program.nodes, program.dead = plan.slots, len(steps), dead
+
+
+def mark(program: Program, before: tuple[str, ...], now: tuple[str, ...]) -> int:
+    """Tell the profiler which segments end and begin. Returns how many steps that takes."""
+    shared = len(os.path.commonprefix([before, now]))
+    for depth, name in enumerate(now[shared:], start=shared):
+        program.mark(depth, f"{name} (lazysched)")
+    if len(now) > shared or len(before) == len(now):
+        return len(now) - shared
+    program.mark(shared, "")
+    return 1

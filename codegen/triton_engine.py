@@ -94,7 +94,7 @@ def emit_launch(step: KernelStep, compiled: Compiled, scratch: dict[int, int]) -
     def add(program: Program) -> None:
         program.launch(compiled.function, step.grid, 32 * compiled.num_warps, compiled.shared, args, instr)
 
-    return Emit(use_of(step), written(step), add, step.nodes[0])
+    return Emit(use_of(step), written(step), add, step.nodes)
 
 
 def launch_arg(arg: KernelArg, scratch: dict[int, int]) -> tuple[str, int, int]:
@@ -118,4 +118,4 @@ def emit_interpreted(step: KernelStep, kernel: Interpreted, base: int) -> Emit:
         with _lock:  # the interpreter changes triton.language while it runs
             launch(step, kernel, memory, scratch, scalars)
 
-    return Emit(use_of(step), written(step), lambda program: program.python(run, step.nodes[0].instr), step.nodes[0])
+    return Emit(use_of(step), written(step), lambda program: program.python(run, step.nodes[0].instr), step.nodes)

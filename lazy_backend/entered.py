@@ -1,4 +1,4 @@
-"""Which segments a thread is in: entering one costs a few microseconds. Imports `barriers.segment`, `api` and `core`.
+"""Which segments a thread is in: entering one costs a few microseconds. Imports `barriers.segment` and `core`.
 
 The core tags what it records with a number that is set here; `segments.calls` says what each number means.
 """
@@ -9,10 +9,9 @@ import threading
 from types import ModuleType
 
 from barriers.segment import Segment, Segments
-from lazy_backend import api, core
+from lazy_backend import core
 
 segments = Segments()
-_FLUSHES = api.STATS.index("flushes")
 _KEPT_RUNS = 64
 
 
@@ -61,6 +60,7 @@ class Steps:
     """Counts the steps of the program: what lies between two ends of `optimizer.step()` or `mark_step()`."""
 
     number = 0
+    recordings = 0  # that have run as a whole
 
 
 Before = tuple[ModuleType, int, int, int, bool]
@@ -73,13 +73,13 @@ def enter(part: Part) -> Before | None:
         return None
     native = core.get()
     forward, backward = thread.forward, thread.backward
-    noted = recompute(part) if native.backward_segment() >= 0 else run(part, native)
+    noted = recompute(part) if native.backward_segment() >= 0 else run(part)
     native.enter_segment(thread.forward)
     return native, forward, backward, native.sequence_number(), noted
 
 
-def run(part: Part, native: ModuleType) -> bool:
-    thread.renew(Steps.number, native.stats()[_FLUSHES])
+def run(part: Part) -> bool:
+    thread.renew(Steps.number, Steps.recordings)
     call = thread.step_calls.get(part, 0)
     thread.step_calls[part] = call + 1
     forward, backward = part.pick(False, call), part.pick(True, call)

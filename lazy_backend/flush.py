@@ -13,7 +13,7 @@ from codegen import engines
 from codegen.engine import Context, EngineError
 from codegen.executable import Emit, Program, assemble
 from ir_nodes import Graph, printer, settings
-from lazy_backend import core, orders
+from lazy_backend import core, holding, orders
 from lazy_backend.checks import check_orders
 from lazy_backend.entered import segments
 from lazy_backend.measure import part_segments, with_times
@@ -28,9 +28,10 @@ def compile_recording(native: ModuleType, recording: Recording, device: int) -> 
     now = settings.current()
     graph = to_graph(recording, segments.calls)
     recorded = len(graph.nodes)
+    held = holding.split(graph, recording)
     graph, _ = run_passes(graph, check=now.verify)
     talks = release_waits(graph)
-    ordered = orders.apply(graph)
+    ordered = orders.apply(graph, held)
     if talks:
         sink_waits(graph)
         part_stages(graph)
@@ -40,6 +41,7 @@ def compile_recording(native: ModuleType, recording: Recording, device: int) -> 
         print(printer.text(graph), file=sys.stderr)
     program: Program = native.Program()
     program.order = ordered
+    program.rest, program.kept = held.rest, held.kept
     if orders.measuring():
         part_segments(graph)
     steps, temporaries = plan_steps(graph, engine_name(), device)
@@ -49,7 +51,7 @@ def compile_recording(native: ModuleType, recording: Recording, device: int) -> 
     if report is not None and orders.debugging():
         check = check_orders(graph, report, device)
         steps = [check, *steps] if check else steps
-    assemble(graph, program, steps, recorded - len(graph.nodes), temporaries)
+    assemble(graph, program, steps, recorded - len(graph.nodes) - len(held.rest), temporaries)
     return program
 
 

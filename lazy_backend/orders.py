@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from barriers.holding import Held
 from barriers.hooks import ScheduleHook
 from barriers.order import Ordered, order_segments
 from barriers.recorded import Ask
@@ -145,9 +146,12 @@ class _Untouched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def apply(graph: Graph) -> int:
-    """Order ``graph`` by all that is asked. Returns the number of its report, -1 where there is nothing to order."""
-    if all(node.segment is None and ops.info(node.target).kind != "collective" for node in graph.nodes):
+def apply(graph: Graph, held: Held) -> int:
+    """Order ``graph`` by all that is asked. Returns the number of its report, -1 where there is nothing to order.
+
+    ``held``: what was taken out of it before.
+    """
+    if not held.waiting and all(node.segment is None and ops.info(node.target).kind != "collective" for node in graph.nodes):
         return -1
     hooks = hooks_now()
     if hooks:
@@ -155,6 +159,7 @@ def apply(graph: Graph) -> int:
             report = order_segments(graph, wanted(), hooks, rates())
     else:
         report = order_segments(graph, wanted())
+    report.early, report.waiting = held.early, held.waiting
     with _lock:
         number = next(_numbers)
         _reports[number] = report

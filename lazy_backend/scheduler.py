@@ -12,7 +12,7 @@ from typing import Sequence
 
 from torch import nn
 
-from barriers.barrier import Barrier, BarrierKind
+from barriers.barrier import STEP_ENDS, Barrier, BarrierKind
 from barriers.order import Ordered
 from barriers.recorded import Ask
 from barriers.refusals import Refusal
@@ -22,7 +22,6 @@ from lazy_backend.entered import Steps, segments, thread
 from lazy_backend.schedule_page import page
 from lazy_backend.schedule_report import StepReport, text
 
-_STEP_ENDS = (BarrierKind.MARK_STEP, BarrierKind.OPTIMIZER_STEP, BarrierKind.SCHEDULE)
 _active: list[LazyScheduler] = []
 _told: set[str] = set()  # problems of hooks
 
@@ -113,7 +112,7 @@ class LazyScheduler:
     def note(self, barrier: Barrier, report: Ordered | None) -> None:
         if report is not None:
             self._steps[-1].append(report)
-        if barrier.kind in _STEP_ENDS and self._steps[-1]:
+        if barrier.kind in STEP_ENDS and self._steps[-1]:
             self._miss()
             self._steps = [self._steps[-1], []]
 
@@ -173,7 +172,7 @@ def holds(code: types.CodeType, text: str) -> bool:
 
 
 def note(barrier: Barrier, order: int) -> None:
-    if barrier.kind in _STEP_ENDS:
+    if barrier.kind in STEP_ENDS:
         Steps.number += 1
     report = orders.report(order)
     for problem in [*report.problems, report.difference] if report else ():

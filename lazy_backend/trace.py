@@ -16,6 +16,9 @@ from lazy_backend.schema import ArgKind
 class Recording(Protocol):
     """What the native core shows of a recording: plain tuples, see csrc/bind.cpp."""
 
+    held: list[int]  # segments that wait for the schedule, while only these buffers are needed
+    needed: list[int]
+
     def instrs(self) -> list[tuple[str, int, int, int, int, int, str, int, int, int]]: ...
     def args(self) -> list[tuple[int, int, int, Any]]: ...
     def operands(self) -> list[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...], int, bool]]: ...

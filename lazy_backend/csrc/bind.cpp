@@ -19,7 +19,8 @@ void register_lazy_core();
 
 namespace {
 
-// What Python gave: compile(trace, device), log(barrier's fields), read_schema(name), infer(op, arguments). Kept for ever: the core may outlive Python.
+// What Python gave: compile(trace, device), log(barrier's fields), read_schema(name), infer(op, arguments).
+// Kept for ever: the core may outlive Python.
 py::object *compiler_ = nullptr, *logger_ = nullptr, *schema_reader_ = nullptr, *inferrer_ = nullptr;
 
 auto keeper(py::object*& slot) {
@@ -175,6 +176,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_logger", keeper(logger_));
   m.def("set_schema_reader", keeper(schema_reader_));
   m.def("set_inferrer", keeper(inferrer_));
+  m.def("set_holder", [](Holder hold) { holder = new Holder(std::move(hold)); });
   m.def("barrier", [](DeviceIndex i, const char* kind, const std::string& reason) { recorder(i).barrier(kind, reason); },
         py::call_guard<py::gil_scoped_release>());
   m.def("count", &count);
@@ -196,10 +198,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("backward_segment", &backward_segment);
   m.def("set_schedule_key", [](uint64_t key) { schedule_key = key; });
   py::class_<Trace>(m, "Trace")
+      .def_readonly("held", &Trace::held).def_readonly("needed", &Trace::needed)
       .def("instrs", &instrs).def("args", &args).def("operands", &operands).def("scalars", &scalars).def("buffers", &buffers);
   py::class_<Program, std::shared_ptr<Program>>(m, "Program")
       .def(py::init<>())
-      .def_readwrite("order", &Program::order)
+      .def_readwrite("order", &Program::order).def_readwrite("nodes", &Program::nodes).def_readwrite("dead", &Program::dead)
+      .def_readwrite("slots", &Program::slots).def_readwrite("inputs", &Program::inputs)
+      .def_readwrite("outputs", &Program::outputs).def_readwrite("rest", &Program::rest).def_readwrite("kept", &Program::kept)
       .def("call", [](Program& p, int32_t instr, std::vector<int32_t> slots) {
         p.steps.push_back({Program::Call{std::move(slots)}, instr});
       })
@@ -207,13 +212,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("python", [](Program& p, Program::Python step, int32_t instr) { p.steps.push_back({std::move(step), instr}); })
       .def("alloc", [](Program& p, int32_t slot, size_t nbytes) { p.steps.push_back({Program::Alloc{slot, nbytes}, -1}); })
       .def("free", [](Program& p, int32_t slot) { p.steps.push_back({Program::Free{slot}, -1}); })
-      .def("finish", [](Program& p, int32_t slots, std::vector<std::pair<int32_t, int32_t>> inputs,
-                        const std::vector<std::array<int32_t, 3>>& outputs, int64_t nodes, int64_t dead) {
-        p.slots = slots;
-        p.inputs = std::move(inputs);
-        for (auto [buffer, slot, ready] : outputs) p.outputs.push_back({buffer, slot, ready});
-        p.nodes = nodes;
-        p.dead = dead;
+      .def("mark", [](Program& p, size_t depth, std::string name) {
+        p.steps.push_back({Program::Mark{depth, std::move(name)}, -1});
       });
-
 }

@@ -10,6 +10,7 @@
 
 #include <array>
 #include <atomic>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <unordered_map>
@@ -124,6 +125,7 @@ struct Instr {
   Site site;
   int64_t sequence = 0, backward = -1;
   int32_t segment = 0;
+  hash_t call;  // of all that decides shapes and formulas
 };
 
 struct Trace {
@@ -137,11 +139,14 @@ struct Trace {
   std::vector<BufferKind> kinds;
   std::vector<uint8_t> live;  // filled when the recording ends
   int64_t held_bytes = 0;     // pending results that somebody holds, plus inputs kept alive only by the recording
+  std::vector<int32_t> held, needed;  // segments that wait for the schedule, while these buffers are needed now
   hash_t hash;
   void reset(uint64_t new_id);
   int32_t number(Buffer* b, std::vector<uint64_t>& words);
   Operand operand(const c10::TensorImpl* t, bool writes, std::vector<uint64_t>& words);
   void add_arg(const ArgInfo& info, const IValue& v, Instr& instr, std::vector<uint64_t>& words);
+  void add_instr(const Instr& instr, std::vector<uint64_t>& words);
+  void replay(const Trace& from, const Instr& in);  // records an instruction of another recording here
   c10::IntArrayRef sizes(const Operand& o) const { return {dims.data() + o.dims, static_cast<size_t>(o.ndim)}; }
   c10::IntArrayRef strides(const Operand& o) const { return {dims.data() + o.dims + o.ndim, static_cast<size_t>(o.ndim)}; }
 };
@@ -165,7 +170,9 @@ class Recorder {
   explicit Recorder(DeviceIndex i);
   void record(const OpInfo& op, Stack* stack);
   void run_now(const OpInfo& op, Stack* stack, const char* kind, const std::string& reason);
-  void barrier(const char* kind, const std::string& reason);  // run what is recorded
+  // Run what is recorded; where only `needed` is asked for, segments that the schedule holds back may stay recorded.
+  using Needed = std::vector<const Buffer*>;
+  void barrier(const char* kind, const std::string& reason, const Needed& needed = {});
   bool is_pending(const Buffer* b);
   bool is_used(const Buffer* b);  // does the recording read or write it?
   // The physical bytes behind `t`, computed if need be.
@@ -179,11 +186,12 @@ class Recorder {
 
  private:
   const char* append(const OpInfo& op, const IValue* args, c10::ArrayRef<at::Tensor> outs, hash_t call);
-  bool must_settle(const OpInfo& op, const IValue* args);
+  bool must_settle(const OpInfo& op, const IValue* args, Needed& needed);
   void adopt(const at::Tensor& t, const at::Tensor& p);
-  void flush_locked(const char* kind, const std::string& reason, Site site);
-  std::unique_ptr<Trace> take_trace();
-  void settle(std::unique_ptr<Trace> trace, const std::string* error);
+  void flush_locked(const char* kind, const std::string& reason, Site site, const Needed& needed);
+  std::unique_ptr<Trace> take_trace(const Needed& needed);
+  void hold_back(Trace& trace);
+  void settle(std::unique_ptr<Trace> trace, const std::string* error, const std::vector<int32_t>& rest);
   ProgramPtr find(Trace& trace, bool& hit);
   struct Entry {
     hash_t trace;
@@ -231,6 +239,8 @@ struct Limits {
   size_t cache_size = 256;
 };
 inline Limits limits;
+using Holder = std::function<std::vector<int32_t>(const std::vector<int32_t>&)>;
+inline Holder* holder = nullptr;  // which of the recorded segments wait for one not recorded yet; Python's, kept for ever
 inline std::atomic<uint64_t> schedule_key{0};  // part of every key; changes with what the schedules ask for
 
 // STATS in api.py names them.

@@ -44,26 +44,39 @@ ProgramPtr Recorder::find(Trace& trace, bool& hit) {
   return program;
 }
 
-void Recorder::barrier(const char* kind, const std::string& reason) {
+void Recorder::barrier(const char* kind, const std::string& reason, const Needed& needed) {
   const Site site = capture_site();
   GilRelease nogil;
   std::lock_guard<std::mutex> lock(flush_mutex);
-  flush_locked(kind, reason, site);
+  flush_locked(kind, reason, site, needed);
 }
 
 // The recording, with what is alive now; null where nothing is recorded.
-std::unique_ptr<Trace> Recorder::take_trace() {
+std::unique_ptr<Trace> Recorder::take_trace(const Needed& needed) {
   std::lock_guard<std::mutex> lock(mutex);
   if (trace_->instrs.empty()) return nullptr;
   auto trace = std::exchange(trace_, spare_ ? std::move(spare_) : std::make_unique<Trace>());
+  for (const Buffer* b : needed) if (b->trace == trace->id) trace->needed.push_back(b->index);
   trace_->reset(next_id_++);
   for (const auto& b : trace->buffers) trace->live.push_back(b->owned ? 1 : 0);
   if (const uint64_t key = schedule_key) trace->hash = torch::lazy::HashCombine(trace->hash, hash_t(key));
   return trace;
 }
 
-// Its results are there, or never will be.
-void Recorder::settle(std::unique_ptr<Trace> trace, const std::string* error) {
+// Asks the schedule which segments may wait, and makes the answer a part of the key.
+void Recorder::hold_back(Trace& trace) {
+  if (!schedule_key || trace.needed.empty()) return;
+  std::vector<int32_t> recorded;
+  for (const auto& in : trace.instrs)
+    if (in.segment && (recorded.empty() || recorded.back() != in.segment)) recorded.push_back(in.segment);
+  if (!recorded.empty() && holder) trace.held = (*holder)(recorded);
+  if (trace.held.empty()) return;
+  for (const auto* words : {&trace.held, &trace.needed})
+    trace.hash = torch::lazy::HashBlock(words->data(), words->size() * sizeof(int32_t), trace.hash);
+}
+
+// Its results are there, or never will be; the instructions `rest` are recorded again, before all that came meanwhile.
+void Recorder::settle(std::unique_ptr<Trace> trace, const std::string* error, const std::vector<int32_t>& rest) {
   constexpr auto kLost = "lazysched: this tensor was never computed, because an earlier op failed: ";
   const auto poison = error ? std::make_shared<const std::string>(kLost + *error) : nullptr;
   std::lock_guard<std::mutex> lock(mutex);
@@ -72,6 +85,13 @@ void Recorder::settle(std::unique_ptr<Trace> trace, const std::string* error) {
     if (b->pending_in != trace->id) continue;
     b->pending_in = 0;
     if (error && trace->kinds[i] != BufferKind::Generator && !b->physical) b->error = poison;
+  }
+  if (!error && !rest.empty()) {
+    const auto later = std::exchange(trace_, std::make_unique<Trace>());
+    trace_->reset(next_id_++);
+    for (const auto& b : later->buffers) if (b->pending_in == later->id) b->pending_in = 0;
+    for (int32_t i : rest) trace_->replay(*trace, trace->instrs[i]);
+    for (const auto& in : later->instrs) trace_->replay(*later, in);
   }
   trace->reset(0);
   spare_ = std::move(trace);
@@ -85,8 +105,8 @@ static Site site_of(const Trace& trace, const Instr& instr) {
   return {};
 }
 
-void Recorder::flush_locked(const char* kind, const std::string& reason, Site site) {
-  auto trace = take_trace();
+void Recorder::flush_locked(const char* kind, const std::string& reason, Site site, const Needed& needed) {
+  auto trace = take_trace(needed);
   if (!trace && index != current_device()) return;  // mark_step() asks every device, most of which never did a thing
   if (!trace) return log_barrier(kind, reason, site, 0, 0, false);
   const size_t ops = trace->instrs.size();
@@ -97,9 +117,12 @@ void Recorder::flush_locked(const char* kind, const std::string& reason, Site si
   std::exception_ptr error;
   std::string message;
   int64_t order = -1;
+  ProgramPtr program;
   try {
-    auto program = find(*trace, hit);
+    hold_back(*trace);
+    program = find(*trace, hit);
     order = program->order;
+    for (int32_t b : program->kept) trace->live[b] = 1;
     count(hit ? "CachedCompile" : "UncachedCompile");
     stats[hit ? kHits : kCompiles]++;
     program->run(*trace, index, failed);
@@ -118,7 +141,7 @@ void Recorder::flush_locked(const char* kind, const std::string& reason, Site si
     error = std::current_exception();
     message = e.what();
   }
-  settle(std::move(trace), error ? &message : nullptr);
+  settle(std::move(trace), error ? &message : nullptr, program ? program->rest : std::vector<int32_t>());
   const auto milliseconds = std::chrono::duration<double, std::milli>(Clock::now() - start).count();
   log_barrier(kind, reason, site, ops, milliseconds, hit, order);
   if (error) std::rethrow_exception(error);

@@ -2,6 +2,7 @@
 #include "program.h"
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <ATen/record_function.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 
@@ -46,6 +47,7 @@ struct Runner {
   void* const stream;
   std::vector<c10::Storage> slots;
   Stack stack = {};  // of the op that runs; kept for its memory
+  std::vector<std::unique_ptr<at::RecordFunction>> ranges = {};  // the segments that run, the outermost first
 
   at::Tensor view(const Operand& o, int32_t slot) const {
     if (slot < 0 || o.buffer < 0) return {};
@@ -59,7 +61,7 @@ struct Runner {
     auto tensor = [&](size_t i) { return view(trace.operands[a.first + i], *slot++); };
     auto number = [&](size_t i) -> const IValue& { return trace.scalars[a.first + i]; };
     switch (a.kind) {
-      case ArgKind::Tensor: return tensor(0);
+      case ArgKind::Tensor: return *slot < -1 ? IValue(stack[-2 - *slot++]) : tensor(0);
       case ArgKind::TensorList: return make_list<at::Tensor>(n, tensor);
       case ArgKind::OptTensorList:
         return make_list<std::optional<at::Tensor>>(n, [&](size_t i) { return if_defined(tensor(i)); });
@@ -90,19 +92,6 @@ struct Runner {
     return count_bytes(fresh.copy_(got).storage());
   }
 
-  // An earlier tensor that is the same as this one. Attention asks whether key and query are one tensor.
-  const IValue* made(const Instr& in, size_t i) const {
-    const Arg* args = trace.args.data() + in.args;
-    auto reads = [&](size_t a) { return args[a].kind == ArgKind::Tensor && !in.op->args[a].writes; };
-    auto same = [&](const Operand& a, const Operand& b) {
-      return a.buffer == b.buffer && a.offset == b.offset && a.dtype == b.dtype && a.conj == b.conj && a.neg == b.neg &&
-             trace.sizes(a) == trace.sizes(b) && trace.strides(a) == trace.strides(b);
-    };
-    for (size_t j = 0; j < i && reads(i); j++)
-      if (reads(j) && same(trace.operands[args[j].first], trace.operands[args[i].first])) return &stack[j];
-    return nullptr;
-  }
-
   // `slot`: that of the op's first new output.
   void take_results(const Instr& in, const int32_t* slot) {
     const Operand* want = trace.operands.data() + in.outs;
@@ -121,11 +110,7 @@ struct Runner {
     const Instr& in = trace.instrs[index];
     stack.clear();
     const int32_t* slot = call.slots.data();
-    for (size_t i = 0; i < in.op->args.size(); i++) {
-      const IValue* before = made(in, i);
-      if (before) slot++;
-      stack.push_back(before ? IValue(*before) : argument(trace.args[in.args + i], in, slot));
-    }
+    for (size_t i = 0; i < in.op->args.size(); i++) stack.push_back(argument(trace.args[in.args + i], in, slot));
     {
       std::optional<LentState> lent;
       const bool lend = in.generator >= 0 && !in.op->generator_arg;
@@ -178,6 +163,12 @@ struct Runner {
 
   void run(const Program::Alloc& a, int32_t) { slots[a.slot] = physical_bytes(a.nbytes, device); }
   void run(const Program::Free& f, int32_t) { slots[f.slot] = c10::Storage(); }
+  void run(const Program::Mark& mark, int32_t) {
+    while (ranges.size() > mark.depth) ranges.pop_back();
+    if (mark.name.empty()) return;
+    ranges.push_back(std::make_unique<at::RecordFunction>(at::RecordScope::USER_SCOPE));
+    if (ranges.back()->isActive()) ranges.back()->before(mark.name);
+  }
   void run(const Program::Python& step, int32_t) {
     std::vector<std::optional<at::Tensor>> bytes;
     std::vector<c10::Scalar> numbers;
@@ -209,8 +200,8 @@ void Program::run(Trace& trace, DeviceIndex device, int32_t& failed) const {
   }
   int32_t done = 0;
   auto hand_out = [&] {
-    for (const auto& o : outputs)
-      if (o.ready < done) trace.buffers[o.buffer]->physical = runner.slots[o.slot];
+    for (auto [buffer, slot, ready] : outputs)
+      if (ready < done) trace.buffers[buffer]->physical = runner.slots[slot];
   };
   try {
     for (const auto& step : steps) {

@@ -159,7 +159,7 @@ void move_indices(const OpInfo& op, IValue* args) {
 
 void Trace::reset(uint64_t new_id) {
   auto clear = [](auto&... all) { (all.clear(), ...); };  // memory is kept for the next recording
-  clear(instrs, args, operands, dims, scalars, buffers, kinds, live);
+  clear(instrs, args, operands, dims, scalars, buffers, kinds, live, held, needed);
   id = new_id;
   held_bytes = 0;
   hash = hash_t(static_cast<uint64_t>(0x1a2f5c));
@@ -234,6 +234,45 @@ void Trace::add_arg(const ArgInfo& info, const IValue& v, Instr& instr, std::vec
     case ArgKind::Device: arg.kind = ArgKind::Device; break;
     default: arg.value = v;
   }
+}
+
+void Trace::add_instr(const Instr& instr, std::vector<uint64_t>& words) {
+  instrs.push_back(instr);
+  words.insert(words.end(), {static_cast<uint64_t>(instr.segment), c10::Uint128Low64(instr.call), c10::Uint128High64(instr.call)});
+  hash = torch::lazy::HashBlock(words.data(), words.size() * sizeof(uint64_t), hash);
+}
+
+void Trace::replay(const Trace& from, const Instr& in) {
+  static thread_local std::vector<uint64_t> words;
+  words.clear();
+  auto use = [&](int32_t buffer, bool writes) {
+    const int32_t here = number(from.buffers[buffer].get(), words);
+    words.push_back(static_cast<uint64_t>(here));
+    if (writes) buffers[here]->pending_in = id;
+    return here;
+  };
+  auto add = [&](int32_t operand, bool writes) {
+    Operand o = from.operands[operand];
+    if (o.buffer >= 0) o.buffer = use(o.buffer, writes);
+    const auto shape = from.dims.begin() + std::exchange(o.dims, static_cast<int32_t>(dims.size()));
+    dims.insert(dims.end(), shape, shape + 2 * o.ndim);
+    operands.push_back(o);
+  };
+  Instr instr = in;
+  instr.args = static_cast<int32_t>(args.size());
+  for (size_t i = 0; i < in.op->args.size(); i++) {
+    const Arg& arg = from.args[in.args + i];
+    args.push_back(arg);
+    const bool tensors = arg.kind >= ArgKind::Tensor && arg.kind <= ArgKind::OptTensorList;
+    args.back().first = static_cast<int32_t>(tensors ? operands.size() : scalars.size());
+    for (int32_t k = arg.first; k < arg.first + arg.count; k++)
+      if (tensors) add(k, in.op->args[i].writes);
+      else scalars.push_back(from.scalars[k]);
+  }
+  if (in.generator >= 0) instr.generator = use(in.generator, in.op->random);
+  instr.outs = static_cast<int32_t>(operands.size());
+  for (int32_t k = in.outs; k < in.outs + in.n_outs; k++) add(k, true);
+  add_instr(instr, words);
 }
 
 Recorder::Recorder(DeviceIndex i) : index(i), trace_(std::make_unique<Trace>()), spare_(std::make_unique<Trace>()) {
@@ -344,7 +383,7 @@ const char* Recorder::append(const OpInfo& op, const IValue* args, c10::ArrayRef
   instr.sequence = static_cast<int64_t>(at::sequence_number::peek());
   instr.backward = node ? static_cast<int64_t>(node->sequence_nr()) : -1;
   instr.segment = segment;
-  if (segment) words.push_back(static_cast<uint64_t>(segment));
+  instr.call = call;
   for (size_t i = 0; i < op.args.size(); i++) t.add_arg(op.args[i], args[i], instr, words);
   if (op.random) {
     if (instr.generator < 0) instr.generator = t.number(default_generator_buffer(index), words);
@@ -354,10 +393,7 @@ const char* Recorder::append(const OpInfo& op, const IValue* args, c10::ArrayRef
   instr.outs = static_cast<int32_t>(t.operands.size());
   instr.n_outs = static_cast<int32_t>(outs.size());
   for (const auto& o : outs) t.operands.push_back(o.defined() ? t.operand(o.unsafeGetTensorImpl(), true, words) : Operand());
-  t.instrs.push_back(instr);
-  words.push_back(c10::Uint128Low64(call));
-  words.push_back(c10::Uint128High64(call));
-  t.hash = torch::lazy::HashBlock(words.data(), words.size() * sizeof(uint64_t), t.hash);
+  t.add_instr(instr, words);
   stats[kRecorded]++;
   if (lent) return kLent;
   if (static_cast<int64_t>(t.instrs.size()) >= limits.max_ops) return "LAZYSCHED_MAX_OPS ops are recorded";
@@ -378,14 +414,18 @@ void record_boxed(const c10::OperatorHandle& handle, Stack* stack) {
   }
 }
 
-bool Recorder::must_settle(const OpInfo& op, const IValue* args) {
-  bool must = op.random;
+// Must the recording run before an op that cannot be recorded? `needed`: what it reads, where it writes nothing.
+bool Recorder::must_settle(const OpInfo& op, const IValue* args, Needed& needed) {
+  bool must = op.random, writes = op.random;
   std::lock_guard<std::mutex> lock(mutex);
   each_tensor(op, args, [&](size_t i, const at::Tensor& t) {
     if (!is_lazy(t)) return;
     const auto* b = buffer_of(t);
     must |= b->pending_in != 0 || (op.args[i].writes && b->trace == trace_->id);
+    writes |= op.args[i].writes;
+    needed.push_back(b);
   });
+  if (writes) needed.clear();
   return must;
 }
 
@@ -404,7 +444,8 @@ void Recorder::adopt(const at::Tensor& t, const at::Tensor& p) {
 // Runs an op on the physical tensors, after what it depends on.
 void Recorder::run_now(const OpInfo& op, Stack* stack, const char* kind, const std::string& reason) {
   const Stack args = torch::jit::pop(*stack, op.args.size());
-  if (must_settle(op, args.data())) barrier(kind, reason);
+  Needed needed;
+  if (must_settle(op, args.data(), needed)) barrier(kind, reason, needed);
   stats[kFallbacks]++;
   count(op.name);
   Stack physical;
@@ -458,7 +499,7 @@ at::Tensor Recorder::lend(const at::Tensor& t, bool for_ever) {
 
 at::Tensor Recorder::materialise(const at::Tensor& t, const char* kind, const std::string& reason) {
   auto* b = buffer_of(t);
-  if (is_pending(b)) barrier(kind, reason);
+  if (is_pending(b)) barrier(kind, reason, {b});
   std::unique_lock<std::mutex> lock(mutex);
   b->check();
   if (b->physical) return alias_storage(b->physical, t);
