@@ -32,10 +32,12 @@ _CHECKED_BY_RUNNING = frozenset(
 # Their kernels for the CPU give `out` other strides than they found; that of `svd` gives other strides on CUDA than Meta says.
 _RESTRIDES = ("replication_pad", "reflection_pad", "_linalg_svd", "linalg_l", "linalg_eig", "_linalg_eigh", "linalg_qr", "ormqr",
               "linalg_householder", "triangular_solve", "lu_solve", "cholesky_inverse", "_fft_")  # fmt: skip
+_MISTAKEN = frozenset({"multilabel_margin_loss_forward"})  # Meta gives another shape than the kernel for CUDA
 _PROBES: dict[int, Callable[..., Tensor]] = {1: torch.neg, 2: torch.add, 3: torch.addcmul}
 MOST_BYTES = 1 << 26
 """Ops on more bytes are not tried on zeros: Meta's word has to do, and where it is wrong the result is copied."""
 MISSING = "it has no Meta kernel, so that its result's shape is not known before it runs"
+MISTAKEN = "its Meta kernel is mistaken about the shape, and zeros are not tried for integers on a GPU"
 REFUSED = "its Meta kernel refuses this call, so that eager mode decides"
 
 
@@ -75,15 +77,15 @@ def shares_meta(target: str) -> bool:
     return bool(found) and ".cpp" in found[0]
 
 
-def infer(target: str, args: Arguments, metas: Arguments, device: torch.device) -> Answer:
-    """``args`` are the op's arguments in schema order, ``metas`` the same with tensors on Meta; ``device`` is the physical one.
+def infer(target: str, args: Arguments, device: torch.device) -> Answer:
+    """``args`` are the op's arguments in schema order; ``device`` is the physical one.
 
     The core calls it below autograd and autocast, once for each hash of a call.
     """
     with torch._C.DisableTorchFunction(), warnings.catch_warnings():  # the user's modes do not see stand-ins
         warnings.simplefilter("ignore")
         try:
-            given, returns = layouts(target, args, metas, device)
+            given, returns = layouts(target, args, on_meta(args), device)
             return "", pytree.tree_map_only(Tensor, to_meta, returns), relaid(target, args, given)
         except Refusal as refusal:
             return str(refusal), [], []
@@ -105,7 +107,7 @@ def layouts(target: str, args: Arguments, metas: Arguments, device: torch.device
     try:
         if doubt.dtypes:
             try_on_device(target, args, device, doubt, lambda n: min(n, 1))
-        if doubt.layouts and may_try(args, device, bool(given)):
+        if doubt.layouts and may_try(target, args, device, bool(given)):
             return try_on_device(target, args, device, doubt, lambda n: n)
     except torch.OutOfMemoryError:
         if not given:
@@ -113,19 +115,20 @@ def layouts(target: str, args: Arguments, metas: Arguments, device: torch.device
         return given, returns  # the device is full now: Meta's word has to do
     except Exception:
         raise Refusal("it fails for zeros, so that it has to see the values") from None
-    if not given:
-        raise Refusal(REFUSED)
+    if not given or (doubt.layouts and ops.split(target)[1] in _MISTAKEN):
+        raise Refusal(REFUSED if not given else MISTAKEN)
     if doubt.strides:
         returns = [restrided(given, item) if isinstance(item, Tensor) else item for item in returns]
     return given, returns
 
 
-def may_try(args: Arguments, device: torch.device, known: bool) -> bool:
+def may_try(target: str, args: Arguments, device: torch.device, known: bool) -> bool:
     """May the op run on zeros? ``known``: Meta has said what it gives.
 
     Not where zeros may be wrong numbers for an index, a length or a pivot: an assertion on a GPU ends the process's use of it.
     """
-    integers = any(not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool) for t in tensors(args))
+    read = [arg for index, arg in enumerate(args) if ops.written_mode(target, index) == "r"]
+    integers = any(not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool) for t in tensors(read))
     return not (device.type == "cuda" and integers) and (not known or bytes_of(args) <= MOST_BYTES)
 
 
@@ -185,6 +188,30 @@ def bytes_of(value: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors(value))
 
 
+def on_meta(args: Arguments) -> Arguments:
+    """Stand-ins on Meta for our tensors and devices. Numbers that stand as tensors stay on the CPU, as Meta wants them."""
+    twins: dict[int, Tensor] = {}  # one argument given twice stays one tensor
+
+    def twin(arg: Any) -> Any:
+        if isinstance(arg, torch.device):
+            return torch.device("meta")
+        if isinstance(arg, torch.Generator):
+            return None
+        if not isinstance(arg, Tensor) or arg.device.type != "lazysched":
+            return arg
+        return twins.setdefault(id(arg), window_on_meta(arg))
+
+    return pytree.tree_map(twin, args)  # type: ignore[no-any-return]
+
+
+def window_on_meta(tensor: Tensor) -> Tensor:
+    """On Meta, with the room before and behind that ``tensor`` has in its storage."""
+    if tensor.storage_offset() == 0:
+        return to_meta(tensor)
+    room = torch.empty(tensor.untyped_storage().nbytes() // tensor.element_size(), dtype=tensor.dtype, device="meta")
+    return flagged(room.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()), tensor)
+
+
 def to_meta(tensor: Tensor) -> Tensor:
     """A result's layout on Meta."""
     if tensor.is_meta:
@@ -203,7 +230,7 @@ def relaid(target: str, args: Arguments, given: Arguments) -> list[tuple[int, Te
             raise Refusal("its output has fewer elements than its result")
         if resized:
             found.append((index, restrided(given, after) if doubts(target).strides else to_meta(after)))
-        elif doubts(target).layouts and before.stride() != after.stride():  # kernels for the CPU may do that
+        elif doubts(target).layouts and before.stride() != after.stride() and not after.is_meta:  # only a real kernel knows
             found.append((index, to_meta(after)))
     return found
 

@@ -71,7 +71,7 @@ Trace trace_for(const std::vector<at::Tensor>& tensors, DeviceIndex device) {
   auto copy = recorder(device).copy();
   copy.live.assign(copy.buffers.size(), 0);
   for (const auto& t : tensors)
-    for (size_t i = 0; i < copy.buffers.size(); i++) copy.live[i] |= copy.buffers[i].get() == buffer_of(t);
+    if (const auto* b = buffer_of(t); b->trace == copy.id) copy.live[b->index] = 1;
   return copy;
 }
 
@@ -132,18 +132,15 @@ ProgramPtr compile_trace(Trace& trace, DeviceIndex device) {
   }
 }
 
-void infer_in_python(const OpInfo& op, const IValue* args, const Stack& metas, DeviceIndex device, Inference& known) {
+void infer_in_python(const OpInfo& op, const IValue* args, DeviceIndex device, Inference& known) {
   py::gil_scoped_acquire gil;
   TORCH_CHECK(inferrer_, "lazysched: the native core cannot infer shapes; import lazy_backend, not its parts");
-  auto tuple = [&](const IValue* values) {
-    py::tuple all(metas.size());
-    for (size_t i = 0; i < metas.size(); i++)  // toPyObject makes a number of a tensor that stands for one
-      all[i] = is_tensor(values[i]) ? py::cast(values[i].toTensor()) : torch::jit::toPyObject(values[i]);
-    return all;
-  };
+  py::tuple given(op.args.size());
+  for (size_t i = 0; i < op.args.size(); i++)  // toPyObject makes a number of a tensor that stands for one
+    given[i] = is_tensor(args[i]) ? py::cast(args[i].toTensor()) : torch::jit::toPyObject(args[i]);
   using Row = std::tuple<std::string, py::list, std::vector<std::pair<size_t, at::Tensor>>>;
   const auto place = torch::jit::toPyObject(physical_device(device));
-  auto [refusal, returns, resized] = (*inferrer_)(op.name, tuple(args), tuple(metas.data()), place).cast<Row>();
+  auto [refusal, returns, resized] = (*inferrer_)(op.name, given, place).cast<Row>();
   known.refusal = refusal;
   known.resized = resized;
   for (size_t r = 0; r < returns.size(); r++)

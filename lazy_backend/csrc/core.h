@@ -143,6 +143,7 @@ struct Trace {
   hash_t hash;
   void reset(uint64_t new_id);
   int32_t number(Buffer* b, std::vector<uint64_t>& words);
+  int32_t use(Buffer* b, bool writes, std::vector<uint64_t>& words);
   Operand operand(const c10::TensorImpl* t, bool writes, std::vector<uint64_t>& words);
   void add_arg(const ArgInfo& info, const IValue& v, Instr& instr, std::vector<uint64_t>& words);
   void add_instr(const Instr& instr, std::vector<uint64_t>& words);
@@ -254,7 +255,7 @@ void count(const std::string& counter);  // in torch._lazy.metrics
 void log_barrier(const char* kind, const std::string& reason, const Site& site, size_t ops, double milliseconds, bool hit,
                  int64_t order = -1);
 ProgramPtr compile_trace(Trace& trace, DeviceIndex device);
-void infer_in_python(const OpInfo& op, const IValue* args, const Stack& metas, DeviceIndex device, Inference& known);
+void infer_in_python(const OpInfo& op, const IValue* args, DeviceIndex device, Inference& known);
 
 // Below every key that could divert a physical op back to Python, autograd or autocast; on the device's physical twin.
 struct PlainDispatch {

@@ -67,8 +67,7 @@ std::unique_ptr<Trace> Recorder::take_trace(const Needed& needed) {
 void Recorder::hold_back(Trace& trace) {
   if (!schedule_key || trace.needed.empty()) return;
   std::vector<int32_t> recorded;
-  for (const auto& in : trace.instrs)
-    if (in.segment && (recorded.empty() || recorded.back() != in.segment)) recorded.push_back(in.segment);
+  for (const auto& in : trace.instrs) if (in.segment) recorded.push_back(in.segment);
   if (!recorded.empty() && holder) trace.held = (*holder)(recorded);
   if (trace.held.empty()) return;
   for (const auto* words : {&trace.held, &trace.needed})

@@ -39,12 +39,6 @@ Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, optional<at
   return make_lazy(size, stride, c10::dtype_or_default(dtype), index_of(device));
 }
 
-// A ZeroTensor has no storage; the device gives it one that holds zeros.
-Tensor efficient_zeros(c10::IntArrayRef size, optional<at::ScalarType> dtype, optional<at::Layout> layout,
-                       optional<at::Device> device, optional<bool> pin) {
-  return empty_memory_format(size, dtype, layout, device, pin, std::nullopt).zero_();
-}
-
 void record_copy(const Tensor& dst, const Tensor& src) {
   static const auto copy = c10::Dispatcher::singleton().findSchemaOrThrow("aten::copy_", "");
   Stack stack{dst, src, false};
@@ -90,11 +84,6 @@ Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking) {
   return dst;
 }
 
-Tensor copy_from_and_resize(const Tensor& self, const Tensor& dst) {
-  dst.resize_(self.sizes());
-  return copy_from(self, dst, false);
-}
-
 at::Scalar local_scalar_dense(const Tensor& self) {
   auto bytes = recorder(self).materialise(self, "value_access", "item() or a conversion to a Python number");
   PlainDispatch plain;
@@ -127,15 +116,6 @@ Tensor& set_storage(Tensor& self, at::Storage source, int64_t offset, c10::IntAr
   impl->set_sizes_and_strides(size, stride.data() ? stride : contiguous, offset);
   grow_storage(self);
   return self;
-}
-Tensor& set_nothing(Tensor& self) {
-  return set_storage(self, make_empty({0}, self.scalar_type(), self.device().index(), std::nullopt).storage(), 0, {0}, {1});
-}
-void record_stream(Tensor& t, c10::Stream s) {
-  if (physical_type() != c10::kCUDA) return;
-  auto physical = recorder(t).materialise(t, "stream", "record_stream()");
-  PlainDispatch plain;
-  physical.record_stream(c10::Stream(c10::Stream::UNSAFE, physical.device(), s.id()));
 }
 
 // Shape-only stand-in on the physical device, for choosing a kernel.
@@ -178,13 +158,6 @@ Tensor sdpa(const Tensor& q, const Tensor& k, const Tensor& v, Mask mask, double
 int64_t sdp_choice_stub(const Tensor& q, const Tensor& k, const Tensor& v, Mask mask, double p, bool causal, Scale scale,
                         bool gqa) {
   return static_cast<int64_t>(q.is_nested() ? Backend::math : sdp_choice(q, k, v, mask, p, causal, scale, gqa));
-}
-
-// CUDA counts integers too, and libraries choose this op for every device but the CPU.
-Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
-  const bool cast = physical_type() == c10::kCPU && !self.is_floating_point();
-  auto counts = at::empty({0}, cast ? self.options().dtype(at::kDouble) : self.options());
-  return at::histc_out(counts, self.to(counts.scalar_type()), bins, min, max).to(self.scalar_type());
 }
 
 // The CPU's dropout draws through bernoulli_, CUDA's through one fused op: each gives the numbers its eager form gives.
@@ -232,22 +205,17 @@ void keep_whole(torch::Library& m) {
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty_memory_format);
   m.impl("empty_strided", empty_strided);
-  m.impl("_efficientzerotensor", efficient_zeros);
   m.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
   m.impl("view", TORCH_FN(at::native::view));
   m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
   m.impl("_copy_from", copy_from);
-  m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", local_scalar_dense);
   m.impl("resize_", resize_);
   m.impl("set_.source_Storage_storage_offset", set_storage);
   m.impl("set_.source_Storage", [](Tensor& self, at::Storage source) -> Tensor& { return at::native::set_(self, source); });
   m.impl("set_.source_Tensor", TORCH_FN(at::native::set_tensor_));
-  m.impl("set_", set_nothing);
   m.impl("is_set_to", TORCH_FN(at::native::is_set_to));
-  m.impl("record_stream", record_stream);
   m.impl("_lazy_clone", [](const Tensor& self) { return self.clone(); });  // memory is shared by layouts here, not by pages
-  m.impl("histc", histc);
   keep_whole(m);
 }
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {

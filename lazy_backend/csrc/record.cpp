@@ -179,14 +179,17 @@ int32_t Trace::number(Buffer* b, std::vector<uint64_t>& words) {
   return b->index;
 }
 
+int32_t Trace::use(Buffer* b, bool writes, std::vector<uint64_t>& words) {
+  words.push_back(static_cast<uint64_t>(number(b, words)));
+  if (writes) b->pending_in = id;
+  return b->index;
+}
+
 Operand Trace::operand(const c10::TensorImpl* t, bool writes, std::vector<uint64_t>& words) {
-  auto* b = buffer_of(t->unsafe_storage());
-  Operand o{number(b, words), static_cast<int32_t>(dims.size()), static_cast<int16_t>(t->dim()), t->dtype().toScalarType(),
+  Operand o{use(buffer_of(t->unsafe_storage()), writes, words), static_cast<int32_t>(dims.size()), static_cast<int16_t>(t->dim()), t->dtype().toScalarType(),
             t->is_conj(), t->is_neg(), t->storage_offset()};
-  words.push_back(static_cast<uint64_t>(o.buffer));
   dims.insert(dims.end(), t->sizes().begin(), t->sizes().end());
   dims.insert(dims.end(), t->strides().begin(), t->strides().end());
-  if (writes) b->pending_in = id;
   return o;
 }
 
@@ -245,15 +248,9 @@ void Trace::add_instr(const Instr& instr, std::vector<uint64_t>& words) {
 void Trace::replay(const Trace& from, const Instr& in) {
   static thread_local std::vector<uint64_t> words;
   words.clear();
-  auto use = [&](int32_t buffer, bool writes) {
-    const int32_t here = number(from.buffers[buffer].get(), words);
-    words.push_back(static_cast<uint64_t>(here));
-    if (writes) buffers[here]->pending_in = id;
-    return here;
-  };
   auto add = [&](int32_t operand, bool writes) {
     Operand o = from.operands[operand];
-    if (o.buffer >= 0) o.buffer = use(o.buffer, writes);
+    if (o.buffer >= 0) o.buffer = use(from.buffers[o.buffer].get(), writes, words);
     const auto shape = from.dims.begin() + std::exchange(o.dims, static_cast<int32_t>(dims.size()));
     dims.insert(dims.end(), shape, shape + 2 * o.ndim);
     operands.push_back(o);
@@ -269,7 +266,7 @@ void Trace::replay(const Trace& from, const Instr& in) {
       if (tensors) add(k, in.op->args[i].writes);
       else scalars.push_back(from.scalars[k]);
   }
-  if (in.generator >= 0) instr.generator = use(in.generator, in.op->random);
+  if (in.generator >= 0) instr.generator = use(from.buffers[in.generator].get(), in.op->random, words);
   instr.outs = static_cast<int32_t>(operands.size());
   for (int32_t k = in.outs; k < in.outs + in.n_outs; k++) add(k, true);
   add_instr(instr, words);
@@ -385,11 +382,8 @@ const char* Recorder::append(const OpInfo& op, const IValue* args, c10::ArrayRef
   instr.segment = segment;
   instr.call = call;
   for (size_t i = 0; i < op.args.size(); i++) t.add_arg(op.args[i], args[i], instr, words);
-  if (op.random) {
-    if (instr.generator < 0) instr.generator = t.number(default_generator_buffer(index), words);
-    words.push_back(static_cast<uint64_t>(instr.generator));
-    t.buffers[instr.generator]->pending_in = t.id;
-  }
+  if (op.random)
+    instr.generator = t.use(instr.generator < 0 ? default_generator_buffer(index) : t.buffers[instr.generator].get(), true, words);
   instr.outs = static_cast<int32_t>(t.operands.size());
   instr.n_outs = static_cast<int32_t>(outs.size());
   for (const auto& o : outs) t.operands.push_back(o.defined() ? t.operand(o.unsafeGetTensorImpl(), true, words) : Operand());
