@@ -1,20 +1,22 @@
 """What a value access leaves recorded: the segments that the schedule holds back, and all that follows them. Imports `ir_nodes`
-and `barriers.dependencies` only."""
+and `barriers` parts only."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Collection
 
+from barriers.calls import first_come, runs_of
 from barriers.dependencies import predecessors
 from ir_nodes import Graph, Node, SegmentCall
 
 
 @dataclass(slots=True)
 class Held:
-    """``early``: segments that had to run now all the same; ``waiting``: those that stay recorded; ``rest``: the instructions
+    """``recorded``: all segments of the recording; ``early``: those held that had to run now all the same; ``waiting``: those that stay recorded; ``rest``: the instructions
     that do; ``kept``: the buffers that these read, which the rest of the recording has to leave as they need them."""
 
+    recorded: list[SegmentCall] = field(default_factory=list)
     early: list[SegmentCall] = field(default_factory=list)
     waiting: list[SegmentCall] = field(default_factory=list)
     rest: list[int] = field(default_factory=list)
@@ -26,6 +28,7 @@ def hold_back(graph: Graph, held: Collection[SegmentCall], needed: Collection[in
 
     A node waits with a held segment that it belongs to, or with a node that has to run before it. Linear in nodes and operands.
     """
+    recorded = first_come(runs_of(graph.nodes))
     before = predecessors(graph)
     must = ancestors(graph, before, needed)
     wanted = dict.fromkeys(held)
@@ -35,7 +38,7 @@ def hold_back(graph: Graph, held: Collection[SegmentCall], needed: Collection[in
         own = any(call in wanted and call not in early for call in chain_of(node))
         if (own and position not in must) or any(other in waits for other in before[position]):
             waits.add(position)
-    return Held(list(early), [call for call in wanted if call not in early], *take_out(graph, sorted(waits)))
+    return Held(recorded, list(early), [call for call in wanted if call not in early], *take_out(graph, sorted(waits)))
 
 
 def chain_of(node: Node) -> list[SegmentCall]:

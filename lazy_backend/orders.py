@@ -159,6 +159,7 @@ def apply(graph: Graph, held: Held) -> int:
             report = order_segments(graph, wanted(), hooks, rates())
     else:
         report = order_segments(graph, wanted())
+    report.recorded = held.recorded or report.recorded
     report.early, report.waiting = held.early, held.waiting
     with _lock:
         number = next(_numbers)

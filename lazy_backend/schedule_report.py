@@ -15,10 +15,11 @@ from lazy_backend import orders
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One step: what was wanted, and for each of its recordings what became of it."""
+    """One step: what was wanted, for each of its recordings what became of it, and who ran early because of a value access."""
 
     wanted: Sequence[Wish]
     recordings: Sequence[Ordered]
+    early: Sequence[str] = ()
 
     @property
     def refusals(self) -> list[Refusal]:
@@ -26,7 +27,7 @@ class StepReport:
 
     @property
     def problems(self) -> list[str]:
-        return [problem for report in self.recordings for problem in report.problems]
+        return [*(problem for report in self.recordings for problem in report.problems), *self.early]
 
     @property
     def differences(self) -> list[str]:
@@ -59,7 +60,7 @@ def text(step: StepReport) -> str:
         return " -> ".join(map(str, calls)) or "(nothing)"
 
     lines = ["wanted:", *([f"  {wish}   ({wish.cause})" for wish in step.wanted] or ["  (nothing)"])]
-    lines += ["recorded: " + line(call for report in step.recordings for call in report.recorded)]
+    lines += ["recorded: " + line(dict.fromkeys(call for report in step.recordings for call in report.recorded))]
     lines += ["run:      " + line(call for report in step.recordings for call in report.scheduled)]
     lines += step.problems
     lines += step.differences

@@ -62,6 +62,7 @@ class LazyScheduler:
         own_hooks = tuple(orders.hook_of(hook, self.owner) for hook in hooks)
         self._demands = orders.Demands(tuple(self._wishes), own_hooks, debug_mode, measure)
         self._steps: list[list[Ordered]] = [[]]  # reports of the recordings of the last finished step, then of this one
+        self._early: list[list[str]] = [[]]  # for each of these steps, who ran before its turn, and why
         self._warned: set[str] = set()
         self._outer = 0
 
@@ -112,9 +113,12 @@ class LazyScheduler:
     def note(self, barrier: Barrier, report: Ordered | None) -> None:
         if report is not None:
             self._steps[-1].append(report)
+            where = f" at {barrier.frame}" if barrier.frame else ""
+            self._early[-1] += [f"{call} ran before its turn, because {barrier.reason}{where} needs what it makes"
+                                for call in report.early]
         if barrier.kind in STEP_ENDS and self._steps[-1]:
             self._miss()
-            self._steps = [self._steps[-1], []]
+            self._steps, self._early = [self._steps[-1], []], [self._early[-1], []]
 
     def _miss(self) -> None:
         ran = {call.name for report in self._steps[-1] for call in report.recorded}
@@ -125,8 +129,9 @@ class LazyScheduler:
                               stacklevel=users_level())
 
     def _last_step(self) -> StepReport:
-        recordings = next((step for step in reversed(self._steps) if step), [])
-        return StepReport([*self._wishes, *segments.hooks()], recordings)
+        both = zip(reversed(self._steps), reversed(self._early))
+        recordings, early = next((one for one in both if one[0]), ([], []))
+        return StepReport([*self._wishes, *segments.hooks()], recordings, early)
 
     def recorded_execution_order(self) -> list[str]:
         """The segments of the last step in the order in which they ran on the device; later calls as "name#1"."""

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 import lazy_backend
 from lazy_backend import LazyScheduler, register_segment
+from tests.device import CLOSE, DEVICE, ON_GPU
+
+PHYSICAL = "cuda" if ON_GPU else "cpu"
 
 
 class Three(nn.Module):
@@ -34,7 +37,7 @@ class Three(nn.Module):
 @pytest.fixture
 def three() -> Iterator[Three]:
     torch.manual_seed(0)
-    model = Three().to("lazysched")
+    model = Three().to(DEVICE)
     names = ("a", "b", "c")
     handles = [register_segment(method, name) for name, method in zip(names, (model.run_a, model.run_b, model.run_c))]
     lazy_backend.mark_step()
@@ -47,12 +50,17 @@ def three() -> Iterator[Three]:
 def eager_of(model: Three) -> Three:
     twin = Three()
     twin.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
-    return twin
+    return twin.to(PHYSICAL)
+
+
+def close(got: object, wanted: object) -> None:
+    on_host = torch.utils._pytree.tree_map_only(Tensor, Tensor.cpu, (got, wanted))
+    torch.testing.assert_close(*on_host, rtol=CLOSE, atol=CLOSE)
 
 
 def test_looking_at_another_tensor_leaves_the_delayed_segment_recorded(three: Three) -> None:
-    x = torch.randn(3, 4)
-    y = x.to("lazysched")
+    x = torch.randn(3, 4, device=PHYSICAL)
+    y = x.to(DEVICE)
     with LazyScheduler(["b", "a"]) as s:
         a = three.run_a(y)
         seen = three.run_c(y).sum().item()
@@ -61,31 +69,32 @@ def test_looking_at_another_tensor_leaves_the_delayed_segment_recorded(three: Th
         lazy_backend.mark_step()
     assert s.recorded_execution_order() == ["c", "b", "a"]
     eager = eager_of(three)
-    assert seen == eager.run_c(x).sum().item()
-    torch.testing.assert_close((a.cpu(), b.cpu()), (eager.run_a(x), eager.run_b(x)))
+    close(seen, eager.run_c(x).sum().item())
+    close((a, b), (eager.run_a(x), eager.run_b(x)))
 
 
 def test_looking_at_the_delayed_segment_runs_it_and_the_report_names_the_line(three: Three) -> None:
-    y = torch.randn(3, 4).to("lazysched")
+    y = torch.randn(3, 4).to(DEVICE)
     with LazyScheduler(["b", "a"]) as s:
         a = three.run_a(y)
         a.sum().item()  # here
-        three.run_b(y)
+        b = three.run_b(y)
         lazy_backend.mark_step()
-    assert s.recorded_execution_order() == ["a", "b"]
-    assert "a ran before b, because" in s.report() and "test_lazy_backend_holding.py:" in s.report()
+    assert s.recorded_execution_order() == ["a", "b"] and b.shape == a.shape
+    assert "a ran before its turn, because" in s.report() and "test_lazy_backend_holding.py:" in s.report()
 
 
 def test_strict_schedules_do_not_let_a_value_access_pass(three: Three) -> None:
-    y = torch.randn(3, 4).to("lazysched")
-    with pytest.raises(lazy_backend.ScheduleError, match="a ran before b, because"), LazyScheduler(["b", "a"], strict=True):
-        three.run_a(y).sum().item()
-        three.run_b(y)
+    y = torch.randn(3, 4).to(DEVICE)
+    with pytest.raises(lazy_backend.ScheduleError, match="a ran before its turn, because"), LazyScheduler(["b", "a"], strict=True):
+        kept = [three.run_a(y)]
+        kept[0].sum().item()
+        kept.append(three.run_b(y))
         lazy_backend.mark_step()
 
 
 def test_what_is_held_back_costs_no_compile_from_the_second_step_on(three: Three) -> None:
-    y = torch.randn(3, 4).to("lazysched")
+    y = torch.randn(3, 4).to(DEVICE)
 
     def step() -> None:
         with LazyScheduler(["b", "a"]):
@@ -101,8 +110,8 @@ def test_what_is_held_back_costs_no_compile_from_the_second_step_on(three: Three
 
 
 def test_an_input_that_changes_meanwhile_is_read_as_it_was(three: Three) -> None:
-    x = torch.randn(3, 4)
-    y = x.to("lazysched")
+    x = torch.randn(3, 4, device=PHYSICAL)
+    y = x.to(DEVICE)
     with LazyScheduler(["b", "a"]):
         a = three.run_a(y)
         y.mul_(2)  # has to wait for the delayed segment, which reads the old values
@@ -111,29 +120,29 @@ def test_an_input_that_changes_meanwhile_is_read_as_it_was(three: Three) -> None
         b = three.run_b(y)
         lazy_backend.mark_step()
     eager = eager_of(three)
-    assert seen == pytest.approx(eager.run_c(x * 2).sum().item())
-    torch.testing.assert_close((a.cpu(), b.cpu(), y.cpu()), (eager.run_a(x), eager.run_b(x * 2 + 1), x * 2 + 1))
+    close(seen, eager.run_c(x * 2).sum().item())
+    close((a, b, y), (eager.run_a(x), eager.run_b(x * 2 + 1), x * 2 + 1))
 
 
 def test_what_a_waiting_segment_reads_survives_its_tensor(three: Three) -> None:
-    x = torch.randn(3, 4)
-    y = x.to("lazysched")
+    x = torch.randn(3, 4, device=PHYSICAL)
+    y = x.to(DEVICE)
     with LazyScheduler(["b", "a"]):
         inner = y * 3  # runs now, and only the waiting segment needs it
         a = three.run_a(inner)
         del inner
         three.run_c(y).sum().item()
         lazy_backend.mark_step()
-    torch.testing.assert_close(a.cpu(), eager_of(three).run_a(x * 3))
+    close(a, eager_of(three).run_a(x * 3))
 
 
 def test_other_threads_go_on_recording_behind_it(three: Three) -> None:
-    x = torch.randn(3, 4)
-    y = x.to("lazysched")
+    x = torch.randn(3, 4, device=PHYSICAL)
+    y = x.to(DEVICE)
     stop, results = threading.Event(), []
 
     def other() -> None:
-        total = torch.zeros(3, 4, device="lazysched")
+        total = torch.zeros(3, 4, device=DEVICE)
         count = 0
         while not stop.is_set() or count < 10:
             total += 1
@@ -151,7 +160,7 @@ def test_other_threads_go_on_recording_behind_it(three: Three) -> None:
     stop.set()
     thread.join()
     eager = eager_of(three)
-    torch.testing.assert_close((a.cpu(), b.cpu()), (eager.run_a(x), eager.run_b(x)))
+    close((a, b), (eager.run_a(x), eager.run_b(x)))
     total, count = results[0]
     assert total.cpu().unique().tolist() == [count]
 
@@ -236,7 +245,7 @@ def run_mixed(model: Mixed, x: Tensor, seed: int) -> list[object]:
                 seen.append(choice.choice([*kept, model.state, x]).sum().item())
             if choice.random() < 0.2:
                 kept.pop(choice.randrange(len(kept)))
-        if x.device.type == "lazysched":
+        if x.device.type == DEVICE:
             lazy_backend.mark_step()
     return [*seen, *(t.cpu() for t in (*kept, model.state, model.other, x))]
 
@@ -246,11 +255,11 @@ def test_random_programs_give_eager_numbers_whatever_is_looked_at(seed: int) -> 
     order = ["p0", "p1", "p2", "p3"]
     random.Random(seed).shuffle(order)
     results = []
-    for device in ("cpu", "lazysched"):
+    for device in (PHYSICAL, DEVICE):
         model = Mixed(seed).to(device)
         x = torch.linspace(-1, 1, 6).view(2, 3).to(device)
         torch.manual_seed(seed)
-        if device == "cpu":
+        if device == PHYSICAL:
             results.append(run_mixed(model, x, seed))
             continue
         handles = [register_segment(getattr(model, f"part{i}"), f"p{i}") for i in range(4)]
@@ -258,4 +267,4 @@ def test_random_programs_give_eager_numbers_whatever_is_looked_at(seed: int) -> 
             results.append(run_mixed(model, x, seed))
         for handle in handles:
             handle.remove()
-    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    torch.testing.assert_close(results[1], results[0], rtol=CLOSE if ON_GPU else 0, atol=CLOSE if ON_GPU else 0)

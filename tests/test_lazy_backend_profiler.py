@@ -12,6 +12,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import lazy_backend
+from lazy_backend import register_segment
 from tests.device import DEVICE, here
 
 
@@ -47,6 +48,34 @@ def test_ops_appear_under_the_users_ranges(activities: list[ProfilerActivity] | 
     assert "aten::linear" in result.key_averages(group_by_input_shape=True).table(row_limit=100)
     result.export_chrome_trace(str(tmp_path / "trace.json"))
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+class Nested(nn.Module):
+    """A method with another one inside, and ops around it."""
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.inv(self.inner(x @ x) + x)
+
+
+def test_segments_are_ranges_of_what_runs() -> None:
+    model = Nested()
+    x = torch.eye(4, device=DEVICE) * 2
+    handles = [register_segment(model.forward, "outer"), register_segment(model.inner, "inner")]
+    for _ in range(2):  # compiled, then cached
+        with profile() as result:
+            y = model(x)
+            lazy_backend.mark_step()
+        outer, inner = ([e for e in result.events() if e.name == f"{name} (lazysched)"] for name in ("outer", "inner"))
+        assert len(outer) == len(inner) == 1 and within(inner[0], outer[0])
+        products = [event for event in result.events() if event.name == "aten::mm" and within(event, outer[0])]
+        assert [within(product, inner[0]) for product in products] == [False, True]
+        assert any("inv" in event.name and within(event, outer[0]) for event in result.events())
+    assert y.shape == x.shape
+    for handle in handles:
+        handle.remove()
 
 
 def test_the_older_profiler_knows_the_device(capfd: pytest.CaptureFixture[str]) -> None:
