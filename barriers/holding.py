@@ -13,8 +13,11 @@ from ir_nodes import Graph, Node, SegmentCall
 
 @dataclass(slots=True)
 class Held:
-    """``recorded``: all segments of the recording; ``early``: those held that had to run now all the same; ``waiting``: those that stay recorded; ``rest``: the instructions
-    that do; ``kept``: the buffers that these read, which the rest of the recording has to leave as they need them."""
+    """What became of a recording of which a part was asked for.
+
+    ``recorded``: all its segments; ``early``: those held that had to run now all the same; ``waiting``: those that stay recorded;
+    ``rest``: the instructions that do; ``kept``: the buffers that these read, which what runs now has to leave as they need them.
+    """
 
     recorded: list[SegmentCall] = field(default_factory=list)
     early: list[SegmentCall] = field(default_factory=list)

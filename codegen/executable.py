@@ -111,7 +111,9 @@ def assemble(graph: Graph, program: Program, steps: Sequence[Emit], dead: int, t
             program.free(slot)
     mark(program, inside, ())
     bound = set(plan.inputs)
-    program.outputs = [(b.index, b.index, ready[b.index]) for b in graph.buffers if b.live and b.index in ready and b.index not in bound]
+    program.outputs = [
+        (b.index, b.index, ready[b.index]) for b in graph.buffers if b.live and b.index in ready and b.index not in bound
+    ]
     program.inputs = [(b, b) for b in plan.inputs]
     program.slots, program.nodes, program.dead = plan.slots, len(steps), dead
 

@@ -7,7 +7,7 @@ from typing import Iterable
 
 from barriers.barrier import STEP_ENDS, Barrier
 from barriers.holding import Held, hold_back
-from barriers.wishes import Moves
+from barriers.wishes import Moves, Wish
 from ir_nodes import Graph, SegmentCall
 from lazy_backend import api, core, orders
 from lazy_backend.entered import Steps, segments
@@ -23,17 +23,16 @@ def hold(recorded: list[int]) -> list[int]:
     """
     calls = {number: segments.calls[number] for number in dict.fromkeys(recorded)}
     present = _ran | {one.name for call in calls.values() if call is not None for one in call.chain()}
-    waiting = {(name, wish.owner) for wish in orders.wanted() for name in waiting_names(wish.earlier, wish.later, wish.moves, present)}
+    waiting = {(name, wish.owner) for wish in orders.wanted() for name in waiting_names(wish, present)}
     return sorted(number for number, call in calls.items() if call is not None and is_held(call, waiting))
 
 
-def waiting_names(earlier: str, later: str, moves: Moves, present: set[str]) -> Iterable[str]:
-    """Who waits under the wish that ``earlier`` runs before ``later``: the later one for the earlier, and one that is to run
-    right before another for that."""
-    if earlier not in present:
-        yield later
-    if moves is Moves.EARLIER and later not in present:
-        yield earlier
+def waiting_names(wish: Wish, present: set[str]) -> Iterable[str]:
+    """The later one waits for the earlier, and one that is to run right before another for that."""
+    if wish.earlier not in present:
+        yield wish.later
+    if wish.moves is Moves.EARLIER and wish.later not in present:
+        yield wish.earlier
 
 
 def is_held(call: SegmentCall, waiting: set[tuple[str, int | None]]) -> bool:

@@ -86,7 +86,8 @@ def test_looking_at_the_delayed_segment_runs_it_and_the_report_names_the_line(th
 
 def test_strict_schedules_do_not_let_a_value_access_pass(three: Three) -> None:
     y = torch.randn(3, 4).to(DEVICE)
-    with pytest.raises(lazy_backend.ScheduleError, match="a ran before its turn, because"), LazyScheduler(["b", "a"], strict=True):
+    too_early = pytest.raises(lazy_backend.ScheduleError, match="a ran before its turn, because")
+    with too_early, LazyScheduler(["b", "a"], strict=True):
         kept = [three.run_a(y)]
         kept[0].sum().item()
         kept.append(three.run_b(y))
