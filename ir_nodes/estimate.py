@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Callable
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from ir_nodes import call, ops
 from ir_nodes.node import Node
@@ -105,4 +104,6 @@ def _formula(target: str) -> Callable[..., Any] | None:
         return lambda x, weight, *rest, **more: 2 * math.prod(x) * weight[0]
     name = name.replace("_for_cpu", "").replace("_backward_overrideable", "_backward")
     packet = getattr(torch.ops.aten, name, None)
+    from torch.utils.flop_counter import flop_registry  # here: it imports Triton
+
     return flop_registry.get(packet) if packet is not None else None
