@@ -214,3 +214,18 @@ def test_type_names(dtype: torch.dtype, name: str) -> None:
     x = torch.zeros(2, dtype=dtype, device=DEVICE)
     assert x.type() == f"torch.lazysched.{name}Tensor" and torch.zeros(2).type(x.type()).dtype is dtype
     assert x.type("torch.FloatTensor").device.type == "cpu"
+
+
+def test_ops_whose_kernels_are_written_in_python() -> None:
+    numbers = torch.tensor([1, 2, 1, 7])
+    counted = torch.histc(numbers.to(DEVICE), bins=4, min=0, max=8)
+    assert counted.dtype == numbers.dtype and counted.tolist() == [2, 1, 0, 1]
+    assert torch.histc(numbers.float().to(DEVICE), 4, 0, 8).tolist() == [2.0, 1.0, 0.0, 1.0]
+    x = torch.ones(3, device=DEVICE)
+    x.set_()
+    assert x.shape == (0,) and x.device.type == DEVICE
+    zeros = torch._efficientzerotensor((2, 2), device=DEVICE)
+    assert zeros.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    small = torch.empty(0, device=DEVICE)
+    torch._copy_from_and_resize(numbers.float(), small)
+    assert small.tolist() == numbers.tolist()

@@ -44,15 +44,17 @@ def test_a_singular_value_decomposition_has_the_layout_of_the_physical_kernel() 
 def test_a_gpu_is_never_tried_with_made_up_indices_nor_with_much_memory() -> None:
     floats, pivots = torch.zeros(2), torch.zeros(2, dtype=torch.int32)
     large = torch.empty(infer.MOST_BYTES, dtype=torch.float32, device="meta")
-    assert infer.may_try((floats, True, None), torch.device("cuda"), known=True)
-    assert not infer.may_try((floats, [pivots]), torch.device("cuda"), known=True)
-    assert infer.may_try((floats, pivots), CPU, known=True), "on a CPU a wrong index can be caught"
-    assert not infer.may_try((large,), CPU, known=True)
-    assert infer.may_try((large,), CPU, known=False)
+    assert infer.may_try("aten::add.Tensor", (floats, True, None), torch.device("cuda"), known=True)
+    assert not infer.may_try("aten::lu_unpack", (floats, pivots), torch.device("cuda"), known=True)
+    written = (floats, -1, False, floats, pivots)
+    assert infer.may_try("aten::sort.values", written, torch.device("cuda"), known=True), "it only writes them"
+    assert infer.may_try("aten::lu_unpack", (floats, pivots), CPU, known=True), "on a CPU a wrong index can be caught"
+    assert not infer.may_try("aten::sin", (large,), CPU, known=True)
+    assert infer.may_try("aten::sin", (large,), CPU, known=False)
 
 
 def test_a_call_that_meta_refuses_gets_eagers_own_words() -> None:
-    refusal, returns, relaid = infer.infer("aten::mm", (torch.ones(2, 3),) * 2, (torch.ones(2, 3, device="meta"),) * 2, CPU)
+    refusal, returns, relaid = infer.infer("aten::mm", (torch.ones(2, 3, device=DEVICE),) * 2, CPU)
     assert refusal and not returns and not relaid
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
         torch.ones(2, 3, device=DEVICE) @ torch.ones(2, 3, device=DEVICE)
