@@ -97,6 +97,8 @@ def operations(node: Node) -> int:
 @functools.cache
 def _formula(target: str) -> Callable[..., Any] | None:
     """Torch's formula for the op; an overload, the CPU's attention and `linear` count like the op that they stand for."""
+    from torch.utils.flop_counter import flop_registry  # here, because it loads Triton
+
     space, name, _ = ops.split(target)
     if space != "aten":
         return None

@@ -1,0 +1,74 @@
+"""Starts a function as several ranks of one machine, and times what they do. Imports torch only."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from typing import Any, Callable, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+import lazy_backend
+
+
+def spawn(worker: Callable[..., None], ranks: int, *arguments: Any) -> None:
+    """``worker(*arguments)`` in ``ranks`` processes that form a process group. Raises where one fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "store")  # the ranks meet through a file: no port is needed
+        torch.multiprocessing.spawn(_enter, (worker, ranks, path, arguments), nprocs=ranks)
+
+
+def _enter(rank: int, worker: Callable[..., None], ranks: int, path: str, arguments: Sequence[Any]) -> None:
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    if torch.cuda.is_available():
+        torch.lazysched.set_device(rank)
+        torch.cuda.set_device(rank)
+    dist.init_process_group("lazysched", store=dist.FileStore(path, ranks), rank=rank, world_size=ranks)
+    try:
+        worker(*arguments)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def physical_device() -> torch.device:
+    """What lazysched runs on here."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def plain_group() -> dist.ProcessGroup:
+    """A group of all ranks for tensors that are not lazy."""
+    return dist.new_group(backend="nccl" if torch.cuda.is_available() else "gloo")
+
+
+def finish() -> None:
+    """Run what is recorded and wait for the device."""
+    lazy_backend.mark_step(wait=True)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def medians(contestants: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median milliseconds of each, called in turn, so that drift hits all alike. The slowest rank counts."""
+    taken: dict[str, list[float]] = {name: [] for name in contestants}
+    for number in range(rounds + 2):
+        for name, step in contestants.items():
+            dist.barrier()
+            start = time.perf_counter()
+            step()
+            finish()
+            seconds = torch.tensor(time.perf_counter() - start)
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+            if number >= 2:  # the first two compile
+                taken[name].append(seconds.item() * 1e3)
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def say(text: str) -> None:
+    """Prints on the first rank."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
