@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
@@ -49,9 +50,23 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--patience", type=float, default=900, help="seconds after which a silent process is ended")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so long; the table says how much was run")
     parser.add_argument("--table", type=Path, default=shards.ROOT / "docs" / "conformance.md", help="where the table goes")
-    parser.add_argument("--log", type=Path, help="a file for every result, as JSON lines")
+    parser.add_argument("--log", type=Path, help="a file for every result, as JSON lines, written as tests end")
+    parser.add_argument("--resume", action="store_true", help="run only what --log does not show as passed, expected or skipped")
     parser.add_argument("-k", dest="keyword", default="", help="only tests whose names match, as in pytest; writes no table")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.resume and not options.log:
+        parser.error("--resume needs the --log of the run that it goes on with")
+    return options
+
+
+def earlier(log: Path, tests: list[str]) -> list[shards.Result]:
+    """Good results of the run that wrote ``log``, of tests that there still are."""
+    there = set(tests)
+    found = {}
+    for line in log.read_text().splitlines() if log.exists() else ():
+        result = shards.Result(**json.loads(line))
+        found[result.test] = result
+    return [one for one in found.values() if one.test in there and one.outcome not in ("failed", "crashed")]
 
 
 def main() -> int:
@@ -59,20 +74,25 @@ def main() -> int:
     arguments = ["--conformance", options.part, *(["-k", options.keyword] if options.keyword else [])]
     tests = collect(arguments)
     start = time.monotonic()
-    with tqdm(total=len(tests), unit=" tests", smoothing=0.05) as bar:
+    known = earlier(options.log, tests) if options.resume else []
+    done = {result.test for result in known}
+    with ExitStack() as stack:
+        bar = stack.enter_context(tqdm(total=len(tests), initial=len(known), unit=" tests", smoothing=0.05))
+        log = stack.enter_context(options.log.open("a" if options.resume else "w")) if options.log else None
         failed = 0
 
         def tell(result: shards.Result) -> None:
             nonlocal failed
             bar.update()
+            if log:
+                print(json.dumps(asdict(result)), file=log, flush=True)
             if result.outcome in ("failed", "crashed"):
                 failed += 1
                 bar.set_postfix_str(f"{failed} failed")
                 bar.write(f"{result.outcome} {result.test}: {table.first_line(result.reason)}")
 
-        results = shards.run(tests, options.processes, options.patience, arguments, tell, options.minutes * 60)
-    if options.log:
-        options.log.write_text("".join(json.dumps(asdict(result)) + "\n" for result in results))
+        left = [test for test in tests if test not in done]
+        results = known + shards.run(left, options.processes, options.patience, arguments, tell, options.minutes * 60)
     device = "cuda" if core.physical_is_cuda() else "cpu"
     if options.part == "all" and not options.keyword:
         options.table.parent.mkdir(exist_ok=True)
