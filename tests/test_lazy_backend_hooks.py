@@ -16,10 +16,12 @@ from lazy_backend import (
     earliest,
     latest,
     min_peak_memory,
+    overlap_communication,
     register_schedule_hook,
     segment,
 )
 from lazy_backend.entered import segments
+from tests import ranks
 from tests.device import DEVICE
 from tests.towers import Tower, name_all, pair, same, train
 
@@ -140,3 +142,28 @@ def test_what_is_no_function_is_refused() -> None:
         register_schedule_hook("latest")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a schedule hook is a function"):
         LazyScheduler(hooks=["latest"])  # type: ignore[list-item]
+
+
+def talk() -> None:
+    """Two ranks: the collective is recorded last, needs nothing, and its reader comes right behind it."""
+    rank = torch.distributed.get_rank()
+    x = torch.full((512, 512), rank + 1.0).to(DEVICE)
+    weight = torch.eye(512).to(DEVICE)
+    lazy_backend.mark_step()
+    with LazyScheduler(hooks=[overlap_communication], strict=True, debug_mode=True) as scheduler:
+        y = x
+        with segment("layers"):
+            for _ in range(4):
+                y = y @ weight
+        with segment("sdd"):
+            table = x * 2
+            torch.distributed.all_reduce(table)
+        z = table + y
+    assert scheduler.recorded_execution_order() == ["sdd", "layers"], scheduler.report()
+    assert (z.cpu() == 6 + rank + 1).all()
+    told = scheduler.report(html="/dev/null")
+    assert "of it beside computation; in the recorded order 0%" in told and "compared with the program's order: 1 times" in told
+
+
+def test_communication_is_overlapped_on_two_ranks() -> None:
+    ranks.run(talk)
