@@ -106,6 +106,5 @@ def _formula(target: str) -> Callable[..., Any] | None:
         return lambda x, weight, *rest, **more: 2 * math.prod(x) * weight[0]
     name = name.replace("_for_cpu", "").replace("_backward_overrideable", "_backward")
     packet = getattr(torch.ops.aten, name, None)
-    from torch.utils.flop_counter import flop_registry  # here: it imports Triton
 
     return flop_registry.get(packet) if packet is not None else None

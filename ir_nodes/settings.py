@@ -36,6 +36,7 @@ class Settings:
     debug: frozenset[str]
     verify: bool
     frames: bool
+    schedule: Path | None
     cxx: str  # "": the first of c++, g++, clang++ that is found
 
     def code_key(self) -> tuple[Any, ...]:
@@ -95,6 +96,10 @@ def _path(text: str) -> Path:
     return Path(text).expanduser()
 
 
+def _optional_path(text: str) -> Path | None:
+    return _path(text) if text else None
+
+
 def _names(*names: str) -> Callable[[str], frozenset[str]]:
     def parse(text: str) -> frozenset[str]:
         words = frozenset(word.strip() for word in text.split(",") if word.strip())
@@ -133,6 +138,7 @@ _ROWS = (
          "prints each barrier with its reason, each generated kernel with its path, each graph"),
     _row("verify", _BOOL, "0", _bool, "checks the IR after each pass"),
     _row("frames", _BOOL, "1", _bool, "notes the user's source line for each op"),
+    _row("schedule", "a path to a JSON file", "", _optional_path, "segments, hooks and a schedule for an unchanged program"),
     Row("CXX", "cxx", "a C++20 compiler", "", "the compiler of the native core; by default c++, g++ or clang++", False, str),
 )
 _BY_FIELD = {row.field: row for row in _ROWS}
@@ -198,6 +204,8 @@ def table() -> list[tuple[str, str, str, str, str]]:
 
 
 def _as_text(value: Any) -> str:
+    if value is None:
+        return ""
     if isinstance(value, bool):
         return str(int(value))
     if isinstance(value, (set, frozenset, tuple, list)):

@@ -17,6 +17,7 @@ for _name in ("ir_nodes", "barriers", "codegen"):
 from barriers.policies import earliest, latest, min_peak_memory, overlap_communication, program_order
 from barriers.recorded import Before, Early, Late, Overlap, Recorded, RecordedSegment
 from lazy_backend import debug, flush, infer, kernels, layouts  # noqa: F401  (the last four give the native core what it calls)
+from lazy_backend import schedule_file as _schedule_file
 from lazy_backend.api import barriers, mark_step, stats, sync, wait_device_ops
 from lazy_backend.device import register
 from lazy_backend.distributed import group as _group
@@ -35,6 +36,7 @@ from lazy_backend.segments import (
 
 register()
 _group.install()
+_schedule_file.install()
 
 __all__ = [
     "Before", "Early", "Late", "LazyScheduler", "Overlap", "Recorded", "RecordedSegment", "ScheduleError", "barriers", "debug",
