@@ -6,11 +6,14 @@ moves with it. The wait belongs to nobody: it runs right before the first node t
 
 from __future__ import annotations
 
+import itertools
 from typing import Iterator
 
 from barriers.dependencies import predecessors
 from ir_nodes import Graph, Node
 from ir_nodes.ops import COLLECTIVE, info
+
+_POINT_TO_POINT = ("lazysched::send", "lazysched::recv", "lazysched::launch")
 
 
 def release_waits(graph: Graph) -> bool:
@@ -50,6 +53,14 @@ def sink_waits(graph: Graph) -> None:
         order.extend(needed_by(last))
         order.append(last)
     graph.nodes = [graph.nodes[position] for position in order]
+
+
+def join_launches(graph: Graph) -> None:
+    """Put sends and receives that stand side by side before the launches of each, so that the first launch starts them all."""
+    order: list[Node] = []
+    for together, nodes in itertools.groupby(graph.nodes, lambda node: node.target in _POINT_TO_POINT):
+        order += sorted(nodes, key=lambda node: together and node.name == "launch")
+    graph.nodes = order
 
 
 def part_stages(graph: Graph) -> None:

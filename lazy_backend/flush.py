@@ -7,7 +7,7 @@ import warnings
 from types import ModuleType
 from typing import Callable
 
-from barriers.collectives import part_stages, release_waits, sink_waits
+from barriers.collectives import join_launches, part_stages, release_waits, sink_waits
 from barriers.pipeline import run_passes
 from codegen import engines
 from codegen.engine import Context, EngineError
@@ -34,6 +34,7 @@ def compile_recording(native: ModuleType, recording: Recording, device: int) -> 
     ordered = orders.apply(graph, held)
     if talks:
         sink_waits(graph)
+        join_launches(graph)
         part_stages(graph)
         for check in before_first_run:
             check(graph)

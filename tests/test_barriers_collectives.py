@@ -7,7 +7,7 @@ import random
 import torch
 
 import lazy_backend.distributed.collectives  # noqa: F401  (defines the ops)
-from barriers.collectives import part_stages, release_waits, sink_waits, starts
+from barriers.collectives import join_launches, part_stages, release_waits, sink_waits, starts
 from barriers.dependencies import predecessors
 from barriers.passes.dead import eliminate_dead
 from codegen.fuse import plan
@@ -118,6 +118,20 @@ def test_no_kernel_reaches_over_a_start_or_a_wait() -> None:
     steps = plan(graph).steps
     told = [" ".join(node.name for node in step.nodes) if isinstance(step, KernelStep) else step.node.name for step in steps]
     assert told == ["sin", "all_to_all_single", "sin sin", "wait", "sin"]
+
+
+def test_sends_and_receives_side_by_side_start_together() -> None:
+    graph = Graph()
+    x, y = given(graph), given(graph)
+    for name, outs, ins in (("send", [], [Access(x, FOUR)]), ("recv", [Access(y, FOUR, "w")], [])):
+        graph.record(f"lazysched::{name}", [outs, ins, [1, 0], "", "0"])
+        graph.record("lazysched::launch", [[Access(out.buffer, FOUR) for out in outs], ins, "0"])
+        graph.record("lazysched::wait", [[Access(out.buffer, FOUR, "rw") for out in outs], ins])
+    sin(graph, y, live=True)
+    sink_waits(graph)
+    join_launches(graph)
+    assert names(graph) == "send recv launch launch wait sin wait"
+    verify(graph)
 
 
 def test_random_graphs_keep_data_flow_and_the_order_of_starts() -> None:

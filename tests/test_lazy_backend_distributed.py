@@ -88,7 +88,13 @@ def exchanges(device: str, group: Group) -> list[torch.Tensor]:
     both = [dist.P2POp(dist.isend, mine(device, 2), peer, group), dist.P2POp(dist.irecv, arrived, peer, group)]
     for work in dist.batch_isend_irecv(both):
         work.wait()
-    return [even, uneven, there, arrived]
+    halves = torch.empty(8, device=device)
+    source = mine(device, 8)
+    works = [dist.isend(source[4 * half : 4 * half + 4], peer, group) for half in (0, 1)]
+    works += [dist.irecv(halves[4 * half : 4 * half + 4], peer, group) for half in (0, 1)]
+    for work in works:
+        work.wait()
+    return [even, uneven, there, arrived, halves]
 
 
 def asynchronous(device: str, group: Group) -> list[torch.Tensor]:

@@ -220,7 +220,7 @@ def before_first_run(graph: Graph) -> None:
     """Compare the order of ``graph``'s collectives with the other ranks'. Raises CollectiveOrderError."""
     orders: dict[str, list[Entry]] = {}
     for node in starts(graph):
-        if node.name not in collectives.POINT_TO_POINT:
+        if node.name not in (*collectives.POINT_TO_POINT, "launch"):
             group, entry = entry_of(node)
             orders.setdefault(group, []).append((entry, str(node.frame or "")))
     agreements = [(collectives.groups[group].agreement, entries) for group, entries in orders.items()]

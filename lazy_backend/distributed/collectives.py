@@ -1,7 +1,8 @@
 """The ops that collectives are recorded as, and what starts them on the physical device. Imports torch and `ir_nodes.ops`.
 
 Each collective is two nodes: one that starts it, and `wait`, which the planner moves right before the first reader. Both are
-called by a program as ordinary ops: on CUDA a wait makes the current stream wait, on a CPU the calling thread.
+called by a program as ordinary ops: on CUDA a wait makes the current stream wait, on a CPU the calling thread. Sends and receives
+have a third between the two, `launch`: those that a plan has side by side start together.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ _SCHEMA = "(Tensor(a!)[] outs, Tensor[] ins, int[] numbers, str reduce, str grou
 """``numbers``: the root; the peer and the tag; or how many split sizes of the output, these, and those of the input."""
 
 
+Key = tuple[int, int]
+"""Of a collective: its first tensor's storage, and where in it. What is only sent may be sent several times at once."""
 Sizes = tuple[tuple[torch.dtype, int], ...]
 """Of tensors: dtypes and how many elements."""
 
@@ -30,6 +33,7 @@ class Group(Protocol):
 
     inner: dist.ProcessGroup  # of the physical device
     agreement: Any  # is told what starts
+    queue: list[Callable[[], Flight]]  # sends and receives that a program has reached, and `launch` starts together
 
 
 @dataclass(slots=True)
@@ -43,7 +47,7 @@ class Flight:
 
 groups: dict[str, Group] = {}
 """Process groups by name, as recorded nodes name them."""
-_flights: dict[int, Flight] = {}  # by the storage of the collective's first tensor
+_flights: dict[Key, list[Flight]] = {}  # in the order of their starts
 
 
 def reduction(name: str) -> Any:
@@ -163,19 +167,53 @@ def entry(name: str, outs: Sizes, ins: Sizes, numbers: tuple[int, ...], reduce: 
 def start(begin: Callable[..., Any], outs: list[Tensor], ins: list[Tensor], numbers: list[int], reduce: str, group: str) -> None:
     """Runs when a program reaches the node."""
     home, name = groups[group], begin.__name__
-    if name not in POINT_TO_POINT:
-        sizes = (tuple((t.dtype, t.numel()) for t in some) for some in (outs, ins))
-        home.agreement.start(entry(name, *sizes, tuple(numbers), reduce))
-    begun = begin(home.inner, outs, ins, numbers, reduce)
-    if begun is not None:
-        flight = _flights[key(outs, ins)] = begun if isinstance(begun, Flight) else Flight(begun)
+
+    def go() -> Flight:
+        begun = begin(home.inner, outs, ins, numbers, reduce)
+        flight = begun if isinstance(begun, Flight) else Flight(begun)
         flight.group = home
+        _flights.setdefault(key(outs, ins), []).append(flight)
+        return flight
+
+    if name in POINT_TO_POINT:
+        home.queue.append(go)
+        return
+    launch_queue(home)
+    sizes = (tuple((t.dtype, t.numel()) for t in some) for some in (outs, ins))
+    home.agreement.start(entry(name, *sizes, tuple(numbers), reduce))
+    go()
+
+
+def launch(outs: list[Tensor], ins: list[Tensor], group: str) -> None:
+    launch_queue(groups[group])
+
+
+def launch_queue(home: Group) -> None:
+    """Start what is queued. NCCL runs what one group sends and receives one after the other, so that two ranks which both send
+    first would wait for each other, unless it is started together."""
+    queued, home.queue[:] = list(home.queue), []
+    device = next((one for one in home.inner._device_types if one.type == "cuda"), None)
+    if len(queued) < 2 or device is None:
+        for go in queued:
+            go()
+        return
+    home.inner._start_coalescing(device)
+    flights = [go() for go in queued]
+    work = home.inner._end_coalescing(device)
+    for flight in flights:
+        flight.work = work
 
 
 def wait(outs: list[Tensor], ins: list[Tensor]) -> None:
-    flight = _flights.pop(key(outs, ins), None)
-    if flight is None:
+    where = key(outs, ins)
+    if where not in _flights:  # a start that failed, or one that is still queued
+        for home in groups.values():
+            launch_queue(home)
+    if where not in _flights:
         return
+    flight = _flights[where].pop(0)
+    if not _flights[where]:
+        del _flights[where]
     try:
         flight.work.wait()
     except RuntimeError:
@@ -186,14 +224,17 @@ def wait(outs: list[Tensor], ins: list[Tensor]) -> None:
         flight.land()
 
 
-def key(outs: Tensors, ins: Tensors) -> int:
-    return int((outs or ins)[0].untyped_storage()._cdata)
+def key(outs: Tensors, ins: Tensors) -> Key:
+    first = (outs or ins)[0]
+    return int(first.untyped_storage()._cdata), first.storage_offset()
 
 
 def record(name: str, outs: Tensors, ins: Tensors, numbers: Sequence[int] = (), reduce: str = "", group: str = "") -> None:
     """Record the collective ``name`` on lazy tensors. It does not differentiate, like those of torch.distributed."""
     with torch._C._AutoDispatchBelowAutograd():
         getattr(torch.ops.lazysched, name)(outs, ins, numbers, reduce, group)
+        if name in POINT_TO_POINT:
+            torch.ops.lazysched.launch(outs, ins, group)
         torch.ops.lazysched.wait(outs, ins)
 
 
@@ -202,9 +243,11 @@ for _begin in STARTS:
     _library.define(_begin.__name__ + _SCHEMA)
     for _key in ("CPU", "CUDA"):
         _library.impl(_begin.__name__, functools.partial(start, _begin), _key)
+_library.define("launch(Tensor[] outs, Tensor[] ins, str group) -> ()")
 _library.define("wait(Tensor(a!)[] outs, Tensor[] ins) -> ()")
 for _key in ("CPU", "CUDA"):
+    _library.impl("launch", launch, _key)
     _library.impl("wait", wait, _key)
-for _name in ("wait", *(begin.__name__ for begin in STARTS)):
+for _name in ("launch", "wait", *(begin.__name__ for begin in STARTS)):
     _library.impl(_name, lambda *args: None, "Meta")
 assert all(ops.info(f"lazysched::{begin.__name__}").kind == "collective" for begin in STARTS)

@@ -7,7 +7,7 @@ reducer, functional collectives) through PyTorch's own trampoline; names differ 
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ class LazyGroup(dist.ProcessGroup):
         self._made = (store, rank, size, timeout)
         self._label, self._description = name, ""
         self.inner = self._plain("device", core.physical_is_cuda())
+        self.queue: list[Callable[[], collectives.Flight]] = []
         self._host: dist.ProcessGroup | None = None
         self.agreement = agreement.Agreement(dist.PrefixStore("order/", store), name, rank, size, timeout, self.inner.abort)
         collectives.groups[name] = self
