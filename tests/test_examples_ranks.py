@@ -15,26 +15,32 @@ from ir_nodes import settings
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run(example: str, *arguments: str) -> str:
+def run(*command: str) -> str:
     environment = settings.child_environment() | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, str(ROOT / "examples" / example), *arguments], env=environment, capture_output=True,
-                          text=True, timeout=200, check=False)
+    done = subprocess.run([sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200,
+                          check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def test_the_rfcs_exchange_moves_under_the_backward_of_func2() -> None:
-    told = run("rfc_overlap.py", "--width", "32", "--batch", "32", "--features", "16", "--rounds", "1")
+    told = run("examples/rfc_overlap.py", "--width", "32", "--batch", "32", "--features", "16", "--rounds", "1")
     assert "recorded: sdd_fwd -> overarch_fwd -> overarch_func2_bwd -> overarch_func1_bwd" in told
     assert "run:      overarch_fwd -> sdd_fwd -> overarch_func2_bwd -> overarch_func1_bwd" in told
     assert "equal unscheduled bit for bit, and equal eager's" in told and "could not" not in told and "only in part" not in told
 
 
 def test_the_second_microbatchs_gathers_move_under_the_firsts_backward() -> None:
-    told = run("prefetch.py", "--width", "16", "--batch", "8", "--layers", "2", "--steps", "2", "--rounds", "1")
+    told = run("examples/prefetch.py", "--width", "16", "--batch", "8", "--layers", "2", "--steps", "2", "--rounds", "1")
     assert "recorded: multiply1_bwd_first -> multiply0_bwd_first -> gather0_second -> gather1_second" in told
     assert "run:      gather0_second -> multiply1_bwd_first -> gather1_second -> multiply0_bwd_first" in told
     assert told.count("equal to unscheduled bit for bit, equal to eager") == 2 and "NOT" not in told
+
+
+def test_the_recommendation_model_trains_alike_however_it_is_scheduled() -> None:
+    sizes = ["--batch", "16", "--rows", "20", "--dim", "4", "--width", "8", "--rounds", "1", "--steps", "1"]
+    told = run("-m", "benchmarks.dlrm", "--small", "--no-save", *sizes)
+    assert "lazysched, scheduled" in told and "lazysched alone" in told
 
 
 @pytest.mark.parametrize("example", [prefetch, rfc_overlap])
