@@ -24,6 +24,7 @@ import argparse
 import functools
 import math
 import statistics
+import sys
 import time
 from typing import Any, Callable
 
@@ -232,7 +233,7 @@ def ratios(name: str, median: dict[str, float], floor: dict[str, float]) -> list
     return [f"{median[name] / other:.3f}" for other in (floor[name], median["eager"], median["hand-written"])]
 
 
-def main() -> None:
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     parser.add_argument("--ranks", type=int, default=2)
@@ -245,15 +246,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="in a row; 10, small: 2")
     parser.add_argument("--rounds", type=int, help="of all contestants; 15, small: 5")
     parser.add_argument("--no-save", action="store_true")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     sizes = {"batch": (32768, 512), "rows": (100_000, 1000), "dim": (128, 16), "width": (2048, 128),
              "dtype": ("bfloat16", "float32"), "steps": (10, 2), "rounds": (15, 5)}
     for name, (big, small) in sizes.items():
         if getattr(options, name) is None:
             setattr(options, name, small if options.small else big)
     options.tolerance = 1e-2 if options.dtype == "bfloat16" else 1e-4
-    launch.spawn(worker, options.ranks, options)
+    return options
 
 
 if __name__ == "__main__":
-    main()
+    given = parse(sys.argv[1:])
+    launch.spawn(worker, given.ranks, given)

@@ -45,8 +45,8 @@ _accelerator = torch._C._get_accelerator
 
 
 def _get_accelerator(check: bool | None = None) -> torch.device:
-    """torch.distributed and FSDP ask, also in programs that never use this device. Beside CUDA it has to be in use to count."""
-    return torch.device("lazysched") if core.is_started() or not core.physical_is_cuda() else _accelerator(check)
+    """torch.distributed and FSDP ask, also in programs that never use this device: that must not need the native core."""
+    return _accelerator(check) if core.physical_is_cuda() else torch.device("lazysched")
 
 
 ANSWERS = {

@@ -10,7 +10,9 @@ import prefetch
 import pytest
 import rfc_overlap
 
+from benchmarks import dlrm
 from ir_nodes import settings
+from tests import ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -30,17 +32,18 @@ def test_the_rfcs_exchange_moves_under_the_backward_of_func2() -> None:
     assert "equal unscheduled bit for bit, and equal eager's" in told and "could not" not in told and "only in part" not in told
 
 
-def test_the_second_microbatchs_gathers_move_under_the_firsts_backward() -> None:
-    told = run("examples/prefetch.py", "--width", "16", "--batch", "8", "--layers", "2", "--steps", "2", "--rounds", "1")
+def check_workers() -> None:
+    prefetch.worker(prefetch.parse(["--width", "16", "--batch", "8", "--layers", "2", "--steps", "2", "--rounds", "1"]))
+    sizes = ["--batch", "16", "--rows", "20", "--dim", "4", "--width", "8", "--rounds", "1", "--steps", "1"]
+    dlrm.worker(dlrm.parse(["--small", "--no-save", *sizes]))
+
+
+def test_prefetching_and_the_recommendation_model() -> None:
+    told, other = ranks.run(check_workers)
     assert "recorded: multiply1_bwd_first -> multiply0_bwd_first -> gather0_second -> gather1_second" in told
     assert "run:      gather0_second -> multiply1_bwd_first -> gather1_second -> multiply0_bwd_first" in told
     assert told.count("equal to unscheduled bit for bit, equal to eager") == 2 and "NOT" not in told
-
-
-def test_the_recommendation_model_trains_alike_however_it_is_scheduled() -> None:
-    sizes = ["--batch", "16", "--rows", "20", "--dim", "4", "--width", "8", "--rounds", "1", "--steps", "1"]
-    told = run("-m", "benchmarks.dlrm", "--small", "--no-save", *sizes)
-    assert "lazysched, scheduled" in told and "lazysched alone" in told
+    assert "lazysched, scheduled" in told and "lazysched alone" in told and not other
 
 
 @pytest.mark.parametrize("example", [prefetch, rfc_overlap])

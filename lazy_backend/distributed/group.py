@@ -6,6 +6,7 @@ reducer, functional collectives) through PyTorch's own trampoline; names differ 
 
 from __future__ import annotations
 
+import functools
 from datetime import timedelta
 from typing import Any, Callable, Sequence
 
@@ -176,8 +177,7 @@ class LazyGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> Any:
         """Runs what is recorded, waits for it, then for every rank."""
-        for index in range(core.device_count()):
-            core.get().barrier(index, BarrierKind.COLLECTIVE.label, "torch.distributed.barrier()")
+        run_recorded("torch.distributed.barrier()")
         if core.physical_is_cuda():
             torch.cuda.synchronize()
         return self.host.barrier()
@@ -207,7 +207,7 @@ class LazyGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu"), torch.device("lazysched")]
+        return [torch.device(one) for one in ("cpu", *(["cuda"] if core.physical_is_cuda() else []), "lazysched")]
 
     def getBackendName(self) -> str:  # noqa: N802  (PyTorch's name)
         return "lazysched"
@@ -270,12 +270,22 @@ def run_recorded(why: str) -> None:
 
 def create(options: Any, backend_options: Any = None) -> LazyGroup:
     """What torch.distributed calls for the backend "lazysched"."""
-    core.get()
     agreement.install()
     return LazyGroup(options.store, options.group_rank, options.group_size, options.timeout, str(options.group_id))
 
 
 def install() -> None:
     """Make "lazysched" the backend of the device. Cheap: torch has imported torch.distributed already."""
-    if dist.is_available() and "LAZYSCHED" not in dist.Backend._plugins:
-        dist.Backend.register_backend("lazysched", create, extended_api=True, devices=["lazysched"])
+    if not dist.is_available() or "LAZYSCHED" in dist.Backend._plugins:
+        return
+    dist.Backend.register_backend("lazysched", create, extended_api=True, devices=["lazysched"])
+    config = dist.distributed_c10d.BackendConfig
+    original = config.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, backend: Any) -> None:
+        """Beside CUDA, where PyTorch's default is NCCL, a program that uses the device already means this backend."""
+        undefined = str(backend) == dist.Backend.UNDEFINED
+        original(self, "lazysched" if undefined and core.is_started() else backend)
+
+    config.__init__ = init
