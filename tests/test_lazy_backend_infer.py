@@ -58,3 +58,22 @@ def test_a_call_that_meta_refuses_gets_eagers_own_words() -> None:
     assert refusal and not returns and not relaid
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
         torch.ones(2, 3, device=DEVICE) @ torch.ones(2, 3, device=DEVICE)
+
+
+def test_an_out_that_is_resized_is_laid_out_as_eager_mode_does() -> None:
+    """`mvlgamma` is tagged pointwise, but its out takes the layout of no operand."""
+    x = torch.rand(5, 5).t() + 4
+    for op, args in ((torch.mvlgamma, (2,)), (torch.sin, ()), (torch.add, (x,))):
+        ours, theirs = (op(given, *rest, out=torch.empty(0, device=given.device))
+                        for given, rest in ((x.to(DEVICE), [a.to(DEVICE) if torch.is_tensor(a) else a for a in args]), (x, args)))
+        assert ours.stride() == theirs.stride(), op.__name__
+        torch.testing.assert_close(ours.cpu(), theirs)
+
+
+def test_a_triangle_in_place_of_overlapping_rows() -> None:
+    """Eager mode asks whether the output is the input, and so must what runs."""
+    memory = torch.randn(18)
+    ours = memory.to(DEVICE)
+    for tensor in (memory, ours):
+        tensor.as_strided((5, 10, 5), (1, 1, 1)).tril_()
+    assert torch.equal(ours.cpu(), memory)

@@ -21,10 +21,19 @@ class Row:
         return suite == self.suite and (fnmatchcase(test, self.pattern) or fnmatchcase(message, self.pattern))
 
 
+# Tests that must not run: one that may crash takes its suite with it.
+CRASHING = {
+    "test_sparse_low_level_compressed_generic_helpers": "it reads indices of a tensor that `_sparse_compressed_tensor_with_dims` "
+                                                        "left unwritten, also on the CPU",
+}  # fmt: skip
+
 ROWS: tuple[Row, ...] = (
     Row("compiler", "*KeyError: 'lazysched'*", "torch.compile has no inductor backend for the device"),
     Row("rng", "*named*", "torch 2.13 has no named tensors any more"),
     Row("rng", "test_rrelu_train_false_variants*", "the test compares memory of torch.empty"),
+    Row("autograd", "test_embedding_bag_scale_grad*", "lazysched gives what the CPU's kernel gives, which counts otherwise"),
+    Row("dtypes", "*Expected out tensor to have device*", "torch.empty_quantized without a device makes a tensor on the CPU, "
+        "which the test then hands over as out"),
     Row("device_api", "test_event_elapsed_time*", "elapsed_time needs events with timing, which a CPU has not"),
     Row("memory", "test_oom_recovery*", "memory is taken when ops run, so too large a tensor is an error at the barrier"),
     Row("memory", "*Caching allocator*", "memory is reused by a plan of the whole recording, not through an allocator's cache"),
