@@ -194,6 +194,19 @@ def check_the_rest() -> None:
     w = mine("lazysched", 4).requires_grad_()
     functional.all_gather_tensor_autograd(w, 0, dist.group.WORLD).mul(2).sum().backward()
     assert w.grad is not None and w.grad.tolist() == [4.0] * 4
+    # a recording that ends between start and wait: what is in flight goes on
+    first, second = mine("lazysched", 4), mine("lazysched", 4)
+    sent, works = mine("lazysched", 4), []
+    works.append(dist.all_reduce(first, async_op=True))
+    works.append(dist.isend(sent, 1 - rank))
+    lazy_backend.mark_step()
+    works.append(dist.irecv(second, 1 - rank))
+    while not works[0].is_completed():
+        pass
+    for work in works:
+        work.wait()
+    assert first.tolist() == [3.0 * n + 1 for n in range(4)]
+    assert second.tolist() == [n * (2.0 - rank) + 1 - rank for n in range(4)]
     # nobody reads it, and still it happens: the other rank waits
     before = lazy_backend.stats()["nodes_run"]
     dist.all_reduce(mine("lazysched", 2))

@@ -1,6 +1,7 @@
-"""The ops that collectives are recorded as, and what starts them on the physical device. Imports torch and `ir_nodes.ops`.
+"""The ops that collectives are recorded as, and what starts them on the physical device. Imports torch, `ir_nodes`, `core`.
 
-Each collective is two nodes: one that starts it, and `wait`, which the planner moves right before the first reader. Both are
+Each collective is two nodes: one that starts it, and `wait`, recorded where the program waits for it, which the planner moves
+right before the first reader. A recording may end between the two; what is in flight then is found by its memory. Both are
 called by a program as ordinary ops: on CUDA a wait makes the current stream wait, on a CPU the calling thread. Sends and receives
 have a third between the two, `launch`: those that a plan has side by side start together.
 """
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ir_nodes import ops
+from lazy_backend import core
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
@@ -43,6 +45,7 @@ class Flight:
     work: Any
     land: Callable[[], None] | None = None
     group: Group | None = None
+    held: tuple[Tensors, Tensors] = ((), ())  # memory that must not be used for anything else yet
 
 
 groups: dict[str, Group] = {}
@@ -145,6 +148,7 @@ def recv(pg: Any, outs: Tensors, ins: Tensors, numbers: list[int], reduce: str) 
 
 STARTS = (all_reduce_, broadcast_, reduce_, all_gather, all_gather_single, reduce_scatter, reduce_scatter_single,
           all_to_all_single, all_to_all, gather, scatter, send, recv)  # fmt: skip
+MOST_FLIGHTS = 256
 SHOWN = 4  # tensors of a coalesced collective that its name tells one by one
 POINT_TO_POINT = ("send", "recv")
 _ALL_RANKS_ALIKE = ("all_reduce_", "broadcast_", "reduce_", "all_gather_single", "gather", "scatter", "reduce_scatter_single")
@@ -171,7 +175,8 @@ def start(begin: Callable[..., Any], outs: list[Tensor], ins: list[Tensor], numb
     def go() -> Flight:
         begun = begin(home.inner, outs, ins, numbers, reduce)
         flight = begun if isinstance(begun, Flight) else Flight(begun)
-        flight.group = home
+        flight.group, flight.held = home, (outs, ins)
+        forget_arrived()
         _flights.setdefault(key(outs, ins), []).append(flight)
         return flight
 
@@ -182,6 +187,16 @@ def start(begin: Callable[..., Any], outs: list[Tensor], ins: list[Tensor], numb
     sizes = (tuple((t.dtype, t.numel()) for t in some) for some in (outs, ins))
     home.agreement.start(entry(name, *sizes, tuple(numbers), reduce))
     go()
+
+
+def forget_arrived() -> None:
+    """Where a program waits for little of what it starts, let go of what has arrived."""
+    if len(_flights) < MOST_FLIGHTS:
+        return
+    for where, flights in list(_flights.items()):
+        flights[:] = [flight for flight in flights if flight.land is not None or not flight.work.is_completed()]
+        if not flights:
+            del _flights[where]
 
 
 def launch(outs: list[Tensor], ins: list[Tensor], group: str) -> None:
@@ -235,7 +250,19 @@ def record(name: str, outs: Tensors, ins: Tensors, numbers: Sequence[int] = (), 
         getattr(torch.ops.lazysched, name)(outs, ins, numbers, reduce, group)
         if name in POINT_TO_POINT:
             torch.ops.lazysched.launch(outs, ins, group)
+
+
+def record_wait(outs: Tensors, ins: Tensors) -> None:
+    """Record that from here on the collective on these tensors, recorded or in flight, has arrived."""
+    with torch._C._AutoDispatchBelowAutograd():
         torch.ops.lazysched.wait(outs, ins)
+
+
+def has_arrived(outs: Tensors, ins: Tensors) -> bool:
+    """Of a collective that has been started: need nobody wait for it?"""
+    native = core.get()
+    physical = [[native.lend(tensor, False) for tensor in some] for some in (outs, ins)]
+    return all(flight.work.is_completed() for flight in _flights.get(key(*physical), []))
 
 
 _library = torch.library.Library("lazysched", "DEF")

@@ -13,11 +13,10 @@ from typing import Any, Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from barriers.barrier import BarrierKind
 from lazy_backend import core
 from lazy_backend.distributed import agreement, collectives
 from lazy_backend.distributed.collectives import reduction_name
-from lazy_backend.distributed.work import Recorded
+from lazy_backend.distributed.work import Received, Recorded, run_recorded
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
@@ -66,7 +65,7 @@ class LazyGroup(dist.ProcessGroup):
         for tensor in (*outs, *ins):
             check(tensor, dense=name[-1] == "_")
         collectives.record(name, outs, ins, numbers, "" if reduce is None else reduction_name(reduce), self._label)
-        return Recorded(list(outs))
+        return Recorded(outs, ins)
 
     def _direct(self, name: str, tensor: Tensor | None, *args: Any) -> Any:
         """A collective on tensors that are not lazy: now, after what is recorded, or a rank may wait for what another holds."""
@@ -104,9 +103,8 @@ class LazyGroup(dist.ProcessGroup):
     def allgather_coalesced(self, outs: Sequence[Tensors], ins: Tensors, opts: Any = None) -> Any:
         if not is_lazy(ins):
             return self._direct("allgather_coalesced", ins[0], outs, ins, *given(opts))
-        for position, one in enumerate(ins):
-            work = self._record("all_gather", [parts[position] for parts in outs], [one])
-        return work
+        return Recorded([], parts=[self._record("all_gather", [parts[position] for parts in outs], [one])
+                                   for position, one in enumerate(ins)])
 
     def all_gather_single(self, out: Tensor, input: Tensor, opts: Any = None) -> Any:
         if not is_lazy([input]):
@@ -173,7 +171,7 @@ class LazyGroup(dist.ProcessGroup):
         work.wait()
         for tensor, bytes_ in zip(tensors, arrived):
             tensor.copy_(bytes_)
-        return Recorded(list(tensors), work._source_rank())
+        return Received(tensors, work._source_rank())
 
     def barrier(self, opts: Any = None) -> Any:
         """Runs what is recorded, waits for it, then for every rank."""
@@ -260,12 +258,6 @@ def check(tensor: Tensor, dense: bool) -> None:
 def is_dense(tensor: Tensor) -> bool:
     """Does every byte that it spans belong to one element? Only then a copy keeps its strides."""
     return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride() == tensor.stride()
-
-
-def run_recorded(why: str) -> None:
-    if core.is_started():
-        for index in range(core.device_count()):
-            core.get().barrier(index, BarrierKind.COLLECTIVE.label, why)
 
 
 def create(options: Any, backend_options: Any = None) -> LazyGroup:

@@ -1,0 +1,104 @@
+"""Random programs of collectives, mutations and segments under random schedules, on two ranks: numbers as on plain tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+
+import torch
+import torch.distributed as dist
+
+import lazy_backend
+from lazy_backend import LazyScheduler, segment
+from tests import ranks
+from tests.test_lazy_backend_distributed import Group, mine
+
+PROGRAMS = 30
+
+
+def cut(rng: random.Random, x: torch.Tensor) -> None:
+    """Sometimes end the recording of a lazy program, between the start of a collective and its wait."""
+    if rng.random() < 0.3 and x.device.type == "lazysched":
+        lazy_backend.mark_step()
+
+
+def exchange(rng: random.Random, pool: list[torch.Tensor], group: Group) -> None:
+    """One random collective on tensors of the pool."""
+    x, peer = rng.choice(pool), 1 - dist.get_rank()
+    kind = rng.randrange(8)
+    if kind == 0:
+        dist.all_reduce(x, group=group)
+    elif kind == 1:
+        work = dist.all_reduce(x[1:3], dist.ReduceOp.MAX, group=group, async_op=True)
+        cut(rng, x)
+        work.wait()
+    elif kind == 2:
+        dist.broadcast(x, rng.randrange(2), group=group)
+    elif kind == 3:
+        out = torch.empty(8, device=x.device)
+        dist.all_gather(list(out.chunk(2)), x, group=group)
+        pool.append(out[2:6].clone())
+    elif kind == 4:
+        pool.append(torch.empty_like(x))
+        dist.all_to_all_single(pool[-1], x, group=group)
+    elif kind == 5:
+        pool.append(x[:2].repeat(2))
+        dist.reduce_scatter(pool[-1][:2], list(x.chunk(2)), group=group)
+    elif kind == 6:
+        pool.append(torch.empty_like(x))
+        works = [dist.isend(x, peer, group)]
+        cut(rng, x)
+        works.append(dist.irecv(pool[-1], peer, group))
+        for work in works:
+            work.wait()
+    else:
+        several = list(dict.fromkeys([x, rng.choice(pool)]))
+        dist.all_reduce_coalesced(several, group=group)
+
+
+def compute(rng: random.Random, pool: list[torch.Tensor]) -> None:
+    x, y = rng.choice(pool), rng.choice(pool)
+    kind = rng.randrange(5)
+    if kind == 0:
+        pool.append(x * 0.5 + y)
+    elif kind == 1:
+        x.mul_(0.25)
+    elif kind == 2:
+        x[1:3] = y[:2].clone()
+    elif kind == 3:
+        x.copy_(y.sin())
+    else:
+        pool.append(x.cos())
+
+
+def run(seed: int, device: str, group: Group, scheduled: bool) -> list[torch.Tensor]:
+    rng = random.Random(seed)
+    pool = [mine(device, 4) + index for index in range(3)]
+    names = [f"part{index}" for index in range(rng.randint(2, 5))]
+    order = rng.sample(names, rng.randint(0, len(names)))
+    lazy = device == "lazysched"
+    with LazyScheduler(schedule=order) if lazy and scheduled else contextlib.nullcontext():
+        for name in names:
+            with segment(name) if lazy and scheduled else contextlib.nullcontext():
+                for _ in range(rng.randint(1, 6)):
+                    exchange(rng, pool, group) if rng.random() < 0.5 else compute(rng, pool)
+            reader = rng.randrange(8)
+            if not scheduled and reader == dist.get_rank():  # this rank cuts its program, the other does not
+                pool[0].sum().item()
+    return pool
+
+
+def check() -> None:
+    plain = dist.new_group(backend="gloo")
+    for index in range(5):
+        segment(f"part{index}")  # the names of schedules
+    for seed in range(PROGRAMS):
+        scheduled = seed % 4 != 3
+        wanted = run(seed, "cpu", plain, scheduled)
+        got = run(seed, "lazysched", None, scheduled)
+        for index, (ours, theirs) in enumerate(zip(got, wanted, strict=True)):
+            assert torch.equal(ours.cpu(), theirs), (seed, index, ours.cpu(), theirs)
+
+
+def test_random_programs_equal_gloo_under_any_schedule() -> None:
+    ranks.run(check)
