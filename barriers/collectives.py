@@ -29,6 +29,8 @@ def release_waits(graph: Graph) -> bool:
 
 def sink_waits(graph: Graph) -> None:
     """Move each wait right before the first node that needs it. The order of all other nodes stays."""
+    if not any(info(node.target).kind == "wait" for node in graph.nodes):
+        return
     before = predecessors(graph)
     floating: dict[int, None] = {}
     order: list[int] = []

@@ -46,15 +46,19 @@ def predecessors(graph: Graph, nodes: Sequence[Node] | None = None) -> list[list
     place = {node: position for position, node in enumerate(nodes)}
     found: list[list[int]] = []
     for node in nodes:
-        others = {operand.value.producer for operand in node.reads}
+        others: dict[int, None] = {}
+        for operand in node.reads:
+            producer = operand.value.producer
+            if producer is not None:
+                others[place[producer]] = None
         for write in node.writes + node.effects if node.effects else node.writes:
-            if write.base is not None:
-                others.add(write.base.producer)
+            if write.base is not None and write.base.producer is not None:
+                others[place[write.base.producer]] = None
             old = older.get(write.value) if older else None
             if old is not None:
-                others.update(old.users)
-                others.add(old.producer)
-        others.discard(None)
-        others.discard(node)
-        found.append(sorted(map(place.__getitem__, others)) if len(others) > 1 else [place[other] for other in others if other])
+                others.update((place[user], None) for user in old.users)
+                if old.producer is not None:
+                    others[place[old.producer]] = None
+        others.pop(place[node], None)
+        found.append(list(others))
     return found
