@@ -40,11 +40,12 @@ _STRUCTURE = (
 )  # fmt: skip
 _PARTED = {"SparsePrivateUse1": "SparseCPU", "SparseCsrPrivateUse1": "SparseCsrCPU", "QuantizedPrivateUse1": "QuantizedCPU",
            "NestedTensorPrivateUse1": "NestedTensorCPU"}  # fmt: skip
-# Strided in, another layout out.
+# Strided in, another layout out; or kernels that PyTorch has for devices that it knows by name.
 _MAKERS = (
     "_to_sparse _to_sparse.sparse_dim _to_sparse_csr _to_sparse_csc _to_sparse_bsr _to_sparse_bsc quantize_per_tensor "
     "quantize_per_tensor.tensor_qparams quantize_per_tensor.tensors quantize_per_tensor_dynamic quantize_per_channel "
-    "_make_per_tensor_quantized_tensor _make_per_channel_quantized_tensor _nested_tensor_from_mask _nested_from_padded to_mkldnn"
+    "_make_per_tensor_quantized_tensor _make_per_channel_quantized_tensor _nested_tensor_from_mask _nested_from_padded to_mkldnn "
+    "_spdiags kaiser_window kaiser_window.periodic kaiser_window.beta"
 )
 
 
@@ -74,7 +75,7 @@ def _check_devices(leaves: list[Any]) -> None:
 
 
 def _physical(device: torch.device) -> torch.device:
-    return torch.device("cuda", device.index or 0) if core.physical_is_cuda() else torch.device("cpu")
+    return core.physical_device(core.get().current_device() if device.index is None else device.index)
 
 
 def _lower(twins: list[tuple[Tensor, Tensor]], value: Any) -> Any:
@@ -97,7 +98,7 @@ def _lift(twins: list[tuple[Tensor, Tensor]], given: list[Tensor], value: Any) -
     for lazy, twin in twins:
         if twin is value:
             return lazy
-    return value if any(value is one for one in given) else moved(value, torch.device(_LAZY))
+    return value if any(value is one for one in given) else moved(value, torch.device(_LAZY, value.device.index))
 
 
 def _write_back(twins: list[tuple[Tensor, Tensor]], written: list[Any]) -> None:

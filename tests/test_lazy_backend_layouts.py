@@ -109,6 +109,7 @@ SPARSE: dict[str, Call] = {
     "blocks": lambda d: [ones(d, 4, 4).to_sparse_bsr((2, 2)), ones(d, 4, 4).to_sparse_bsc((2, 2))],
     "sampled_addmm": lambda d: torch.sparse.sampled_addmm(csr(d), ones(d, 2, 2), ones(d, 2, 3)),
     "csr autograd": sparse_autograd(csr),
+    "spdiags": lambda d: torch.sparse.spdiags(ones(d, 3, 3), torch.tensor([0, 1, 2], device=d), (3, 3)),
 }
 
 
@@ -234,8 +235,16 @@ def outcome(call: Call, device: str) -> Any:
         return type(error).__name__
 
 
+# Kernels that PyTorch has for the devices it knows by name.
+NAMED: dict[str, Call] = {
+    "kaiser_window": lambda d: torch.kaiser_window(9, device=d),
+    "kaiser_window periodic": lambda d: torch.kaiser_window(9, False, device=d),
+    "kaiser_window beta": lambda d: torch.kaiser_window(9, True, 8.0, dtype=torch.float64, device=d),
+}
+
+
 CASES = {**{f"sparse {k}": v for k, v in SPARSE.items()}, **{f"quantized {k}": v for k, v in QUANTIZED.items()},
-         **{f"nested {k}": v for k, v in NESTED.items()}, **{f"complex {k}": v for k, v in COMPLEX.items()}}  # fmt: skip
+         **{f"nested {k}": v for k, v in NESTED.items()}, **{f"complex {k}": v for k, v in COMPLEX.items()}, **NAMED}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)

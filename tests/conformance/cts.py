@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,9 @@ from pathlib import Path
 
 import torch
 
+from ir_nodes import settings
 from tests.conformance import cts_expected, table
+from tests.conformance.eager import DEVICE, EAGER
 
 ROOT = Path(__file__).resolve().parents[2]
 SUITES = ("autograd", "compiler", "device_api", "dtypes", "errors", "generated", "memory", "multi_device", "operators", "opinfo",
@@ -43,48 +46,87 @@ class Suite:
 
     name: str
     counts: Counter[str] = field(default_factory=Counter)
-    failures: dict[str, str] = field(default_factory=dict)  # name of the test -> first line of its error
+    failures: dict[str, str] = field(default_factory=dict)  # "operators/test_norm.py::test_group_norm" -> its error's first line
     ended: str = ""  # how its process ended, where that was not by itself
+    in_eager: set[str] = field(default_factory=set)  # those that fail in eager mode on the physical device too
 
     def cells(self) -> list[object]:
         return [self.name, *(self.counts[outcome] for outcome in ("passed", "failed", "skipped")), self.ended]
 
+    def reason(self, test: str) -> str:
+        """Why it fails; "" where that is not known."""
+        eager = f"eager mode on the {EAGER} fails it too" if test in self.in_eager else ""
+        return cts_expected.reason(self.name, test.rpartition("::")[2], self.failures[test]) or eager
 
-def manifest() -> str:
-    """TorchCTS's broadest manifest, for this device, which has no guard allocator."""
+
+@dataclass(frozen=True)
+class Run:
+    """How suites are run."""
+
+    folder: Path  # where reports lie; a suite that has one is not run again
+    samples: int
+    patience: int
+    extra: list[str]
+
+    def suite(self, name: str) -> Suite:
+        found = self.tests(name, DEVICE, [name])
+        unknown = [test for test in found.failures if not found.reason(test)]
+        if unknown:
+            found.in_eager = set(self.tests(name, EAGER, unknown).failures)
+        return found
+
+    def tests(self, name: str, device: str, tests: list[str]) -> Suite:
+        """``tests`` of the suite on ``device``; paths are below TorchCTS's folder."""
+        folder = self.folder / device
+        folder.mkdir(parents=True, exist_ok=True)
+        source = home() if device == DEVICE else without_exemptions(folder)
+        (folder / "manifest.py").write_text(manifest(device))
+        report = folder / f"{name}.xml"
+        command = [sys.executable, "-c", _CHILD, "run", "--device", device, "--level", "8", "--max-samples", str(self.samples),
+                   "--max-samples-ieee754", "1", "--results-dir", str(folder / name), "--non-interactive",
+                   "--adaptive-isolation", "off", "--tb=short", "-q", f"--junitxml={report}", f"--rootdir={source}",
+                   "-k", f"not ({' or '.join(cts_expected.CRASHING)})", *self.extra, *(str(source / test) for test in tests)]
+        suite = Suite(name)
+        if not report.exists():
+            with (folder / f"{name}.txt").open("w") as output:
+                try:
+                    done = subprocess.run(command, cwd=folder, stdout=output, stderr=output, timeout=self.patience, check=False,
+                                          env=settings.child_environment() | {"PYTHONPATH": f"{source.parent}:{ROOT}"})
+                    suite.ended = f"died with exit code {done.returncode}" if done.returncode not in (0, 1, 5) else ""
+                except subprocess.TimeoutExpired:
+                    suite.ended = f"not through in {self.patience} s"
+        if report.exists():
+            read(report, suite)
+        return suite
+
+
+def home() -> Path:
+    """The folder of TorchCTS. Ends the program where it is missing."""
     spec = find_spec("torchcts")
     if spec is None or spec.origin is None:
         sys.exit("TorchCTS is missing; the head of this file says how it is installed")
-    text = (Path(spec.origin).parent / "templates" / "manifest.complete.py").read_text()
-    changes = (('"device_name": "auto"', '"device_name": "lazysched"'), ('"guard_alloc": True', '"guard_alloc": False'),
-               ('"backend_import": None', '"backend_import": "lazy_backend"'))  # fmt: skip
+    return Path(spec.origin).parent
+
+
+def without_exemptions(folder: Path) -> Path:
+    """A copy of TorchCTS in which no test leaves the CPU out: many ask of other devices what the CPU does not give either."""
+    copy = folder / "source" / "torchcts"
+    if not copy.exists():
+        shutil.copytree(home(), copy)
+        for file in copy.glob("*/test_*.py"):
+            file.write_text(file.read_text().replace('== "cpu"', '== "nowhere"'))
+    return copy
+
+
+def manifest(device: str) -> str:
+    """TorchCTS's broadest manifest for ``device``, without the guard allocator that ours has not."""
+    text = (home() / "templates" / "manifest.complete.py").read_text()
+    changes = [('"device_name": "auto"', f'"device_name": "{device}"'), ('"guard_alloc": True', '"guard_alloc": False')]
+    changes += [('"backend_import": None', '"backend_import": "lazy_backend"')] if device == DEVICE else []
     for old, new in changes:
         assert old in text, f"this TorchCTS's manifest has no {old}"
         text = text.replace(old, new)
     return text
-
-
-def run(name: str, folder: Path, samples: int, patience: int, extra: list[str]) -> Suite:
-    """Run the suite, or, where its report lies in ``folder``, read that."""
-    (folder / "manifest.py").write_text(manifest())
-    report = folder / f"{name}.xml"
-    target = Path(find_spec("torchcts").origin).parent / name  # type: ignore[union-attr, arg-type]
-    command = [sys.executable, "-c", _CHILD, "run", "--device", "lazysched", "--level", "8", "--max-samples", str(samples),
-               "--max-samples-ieee754", "1", "--results-dir", str(folder / name), "--non-interactive",
-               "--adaptive-isolation", "off", "--tb=short", "-q", f"--junitxml={report}", f"--confcutdir={target.parent}",
-               "-k", f"not ({' or '.join(cts_expected.CRASHING)})",
-               *extra, str(target)]  # fmt: skip
-    suite = Suite(name)
-    if not report.exists():
-        with (folder / f"{name}.txt").open("w") as output:
-            try:
-                done = subprocess.run(command, cwd=folder, stdout=output, stderr=output, timeout=patience, check=False)
-                suite.ended = f"died with exit code {done.returncode}" if done.returncode not in (0, 1, 5) else ""
-            except subprocess.TimeoutExpired:
-                suite.ended = f"not through in {patience} s"
-    if report.exists():
-        read(report, suite)
-    return suite
 
 
 def read(report: Path, suite: Suite) -> None:
@@ -92,9 +134,16 @@ def read(report: Path, suite: Suite) -> None:
         problem = next((child for child in case if child.tag in ("failure", "error")), None)
         if problem is not None:
             suite.counts["failed"] += 1
-            suite.failures[case.get("name", "")] = (problem.get("message") or "").split("\n")[0][:160]
+            suite.failures[node(case)] = (problem.get("message") or "").split("\n")[0][:160]
         else:
             suite.counts["skipped" if case.find("skipped") is not None else "passed"] += 1
+
+
+def node(case: xml.Element) -> str:
+    """A test's id for pytest, below TorchCTS's folder."""
+    parts = case.get("classname", "").rpartition("torchcts.")[2].split(".")
+    count = next((n for n in range(1, len(parts)) if (home().joinpath(*parts[:n]).with_suffix(".py")).exists()), len(parts))
+    return "::".join(["/".join(parts[:count]) + ".py", *parts[count:], case.get("name", "")])
 
 
 def page(suites: list[Suite], command: str) -> str:
@@ -104,8 +153,7 @@ def page(suites: list[Suite], command: str) -> str:
     for suite in suites:
         total.counts.update(suite.counts)
         for test, message in suite.failures.items():
-            why = cts_expected.reason(suite.name, test, message) or f"not looked into: {message}"
-            reasons.setdefault(why, []).append(f"{suite.name}: {test}")
+            reasons.setdefault(suite.reason(test) or f"not looked into: {message}", []).append(test.rpartition("::")[2])
     lines = ["# TorchCTS", "", f"Written by `{command}`: TorchCTS {version('torchcts')}, all levels of its broadest manifest "
              "(without `guard_alloc`,", "an allocator that the device does not have), two samples a test, on torch "
              f"{torch.__version__}, {datetime.date.today()}.", ""]
@@ -120,7 +168,8 @@ def page(suites: list[Suite], command: str) -> str:
 
 
 def idle(suites: list[Suite]) -> list[cts_expected.Row]:
-    return cts_expected.idle({suite.name: suite.failures for suite in suites if not suite.ended})
+    return cts_expected.idle({suite.name: {test.rpartition("::")[2]: message for test, message in suite.failures.items()}
+                              for suite in suites if not suite.ended})  # fmt: skip
 
 
 def main() -> int:
@@ -134,17 +183,16 @@ def main() -> int:
     args, extra = parser.parse_known_args()
     suites = []
     with tempfile.TemporaryDirectory() as folder:
-        if args.folder:
-            args.folder.mkdir(parents=True, exist_ok=True)
+        how = Run((args.folder or Path(folder)).resolve(), args.samples, args.patience, extra)
         for name in args.suites.split(","):
-            suites.append(run(name, args.folder or Path(folder), args.samples, args.patience, extra))
+            suites.append(how.suite(name))
             print(*suites[-1].cells(), flush=True)
     text = page(suites, "make torchcts TORCHCTS_ARGS=--write")
     if args.write:
         (ROOT / "docs" / "torchcts.md").write_text(text)
     else:
         print(text)
-    unknown = any(not cts_expected.reason(suite.name, *failure) for suite in suites for failure in suite.failures.items())
+    unknown = any(not suite.reason(test) for suite in suites for test in suite.failures)
     return int(unknown or bool(idle(suites)))
 
 
