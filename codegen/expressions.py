@@ -100,8 +100,11 @@ def _div(case: Case) -> str:
         return "@div({self}, {other})"
     if case.is_bool or mode not in ("trunc", "floor"):
         raise Unsupported(f"division of {case.dtype} with rounding mode {mode!r}")
+    if mode == "trunc" and case.is_float:
+        quotient = f"@div({{self}}, {{other}}).to({case.half}).to(tl.float32)" if case.half else "@div({self}, {other})"
+        return f"@trunc({quotient})"
     if mode == "trunc":
-        return "@trunc(@div({self}, {other}))" if case.is_float else "{self} // {other}"
+        return "{self} // {other}"
     if not case.is_float:
         return _floor_div("{self}", "{other}", TRITON_TYPES[case.dtype])
     rest = "@fmod({self}, {other})"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import Any, Callable, Iterable
 
 import torch
@@ -15,6 +17,7 @@ from lazy_backend.trace import parse_frame
 # `Stat` in csrc/core.h.
 STATS = ("recorded", "compiles", "cache_hits", "nodes_run", "nodes_dead", "kernels_run", "fallbacks", "shape_inferences",
          "evicted", "flushes", "held_bytes", "peak_bytes")
+_UNRAISABLE = ("exc_type", "exc_value", "exc_traceback", "err_msg", "object")
 _KINDS = {kind.label: kind for kind in BarrierKind}
 barrier_log = BarrierLog()
 listeners: list[Callable[[Barrier, int], None]] = []  # called at every barrier with the number of its `orders` report, or -1
@@ -86,6 +89,15 @@ def note_barrier(kind: str, reason: str, place: str, ops: int, milliseconds: flo
         print(f"lazysched: barrier {barrier}{' [cached]' if hit else ''}", flush=True)
 
 
+def log(*fields: Any) -> None:
+    """What fails in the log is told where nobody can catch it: barriers fire in destructors and in autograd's threads too."""
+    try:
+        note_barrier(*fields)
+    except BaseException as error:  # noqa: BLE001
+        told = (type(error), error, error.__traceback__, "lazysched's barrier log", note_barrier)
+        sys.unraisablehook(types.SimpleNamespace(**dict(zip(_UNRAISABLE, told))))  # type: ignore[arg-type]
+
+
 def barriers() -> list[Barrier]:
     """The last barriers, newest last: kind, reason, the user's line, ops run, milliseconds."""
     return barrier_log.recent()
@@ -96,4 +108,4 @@ def stats() -> dict[str, Any]:
     return dict(zip(STATS, core.get().stats(), strict=True))
 
 
-core.at_start(lambda native: native.set_logger(note_barrier))
+core.at_start(lambda native: native.set_logger(log))

@@ -27,17 +27,18 @@ Answer = tuple[str, list[Any], list[tuple[int, Tensor]]]
 # Beside pointwise ops: those that refuse some dtypes only when they run.
 _CHECKED_BY_RUNNING = frozenset(
     "mm bmm addmm baddbmm addbmm addmv dot _softmax _log_softmax mean nll_loss_forward _linalg_svd _linalg_det _linalg_slogdet "
-    "_linalg_eigh _linalg_solve_ex linalg_qr linalg_lu linalg_lu_factor_ex linalg_inv_ex linalg_cholesky_ex".split()
+    "_linalg_eigh _linalg_solve_ex linalg_qr linalg_lu linalg_lu_factor_ex linalg_inv_ex linalg_cholesky_ex gelu hardsigmoid "
+    "hardswish amax amin max min".split()
 )
 # Their kernels for the CPU give `out` other strides than they found; that of `svd` gives other strides on CUDA than Meta says.
 _RESTRIDES = ("replication_pad", "reflection_pad", "_linalg_svd", "linalg_l", "linalg_eig", "_linalg_eigh", "linalg_qr", "ormqr",
               "linalg_householder", "triangular_solve", "lu_solve", "cholesky_inverse", "_fft_")  # fmt: skip
-_MISTAKEN = frozenset({"multilabel_margin_loss_forward"})  # Meta gives another shape than the kernel for CUDA
 _PROBES: dict[int, Callable[..., Tensor]] = {1: torch.neg, 2: torch.add, 3: torch.addcmul}
 MOST_BYTES = 1 << 26
 """Ops on more bytes are not tried on zeros: Meta's word has to do, and where it is wrong the result is copied."""
+MOST_BYTES_ELSEWHERE = 1 << 20
+"""The same for what is tried on a CPU in the place of a GPU."""
 MISSING = "it has no Meta kernel, so that its result's shape is not known before it runs"
-MISTAKEN = "its Meta kernel is mistaken about the shape, and zeros are not tried for integers on a GPU"
 REFUSED = "its Meta kernel refuses this call, so that eager mode decides"
 
 
@@ -67,7 +68,8 @@ def doubts(target: str) -> Doubts:
     layouts = not pointwise and (base.startswith(_RESTRIDES) or (makes and not shares_meta(target)))
     if base.startswith(schema.RETURN_SIZES):  # attention's backward on CUDA reads its seed in host memory, where zeros are not
         layouts = False
-    return Doubts(pointwise or base in _CHECKED_BY_RUNNING, layouts, pointwise, pointwise and not shares_meta(target))
+    dtypes = pointwise or base in _CHECKED_BY_RUNNING or base.startswith("_foreach_")
+    return Doubts(dtypes, layouts, pointwise, pointwise and not shares_meta(target))
 
 
 @functools.cache
@@ -109,14 +111,16 @@ def layouts(target: str, args: Arguments, metas: Arguments, device: torch.device
             try_on_device(target, args, device, doubt, lambda n: min(n, 1))
         if doubt.layouts and may_try(target, args, device, bool(given)):
             return try_on_device(target, args, device, doubt, lambda n: n)
+        if doubt.layouts and device.type == "cuda" and bytes_of(args) <= MOST_BYTES_ELSEWHERE:
+            return try_on_cpu(target, args, doubt, (given, returns))
     except torch.OutOfMemoryError:
         if not given:
             raise Refusal(REFUSED) from None
         return given, returns  # the device is full now: Meta's word has to do
     except Exception:
         raise Refusal("it fails for zeros, so that it has to see the values") from None
-    if not given or (doubt.layouts and ops.split(target)[1] in _MISTAKEN):
-        raise Refusal(REFUSED if not given else MISTAKEN)
+    if not given:
+        raise Refusal(REFUSED)
     if doubt.strides:
         returns = [restrided(given, item) if isinstance(item, Tensor) else item for item in returns]
     return given, returns
@@ -130,6 +134,16 @@ def may_try(target: str, args: Arguments, device: torch.device, known: bool) -> 
     read = [arg for index, arg in enumerate(args) if ops.written_mode(target, index) == "r"]
     integers = any(not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool) for t in tensors(read))
     return not (device.type == "cuda" and integers) and (not known or bytes_of(args) <= MOST_BYTES)
+
+
+def try_on_cpu(target: str, args: Arguments, doubt: Doubts, known: tuple[Arguments, list[Any]]) -> tuple[Arguments, list[Any]]:
+    """On zeros on the CPU, where a wrong index is an error that can be caught. ``known``: what Meta said, nothing or all."""
+    try:
+        return try_on_device(target, args, torch.device("cpu"), doubt, lambda n: n)
+    except Exception:
+        if not known[0] or any(spec.is_out for spec in ops.schema(target).arguments):
+            raise  # what is wrong with `out` eager mode says
+        return known
 
 
 def try_on_device(

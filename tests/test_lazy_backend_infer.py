@@ -45,7 +45,7 @@ def test_a_gpu_is_never_tried_with_made_up_indices_nor_with_much_memory() -> Non
     floats, pivots = torch.zeros(2), torch.zeros(2, dtype=torch.int32)
     large = torch.empty(infer.MOST_BYTES, dtype=torch.float32, device="meta")
     assert infer.may_try("aten::add.Tensor", (floats, True, None), torch.device("cuda"), known=True)
-    assert not infer.may_try("aten::lu_unpack", (floats, pivots), torch.device("cuda"), known=True)
+    assert not infer.may_try("aten::lu_unpack", (floats, pivots), torch.device("cuda"), known=True), "the CPU is asked"
     written = (floats, -1, False, floats, pivots)
     assert infer.may_try("aten::sort.values", written, torch.device("cuda"), known=True), "it only writes them"
     assert infer.may_try("aten::lu_unpack", (floats, pivots), CPU, known=True), "on a CPU a wrong index can be caught"

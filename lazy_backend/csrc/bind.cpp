@@ -19,9 +19,9 @@ void register_lazy_core();
 
 namespace {
 
-// What Python gave: compile(trace, device), log(barrier's fields), read_schema(name), infer(op, arguments).
+// What Python gave: compile(trace, device), read_schema(name), infer(op, arguments).
 // Kept for ever: the core may outlive Python.
-py::object *compiler_ = nullptr, *logger_ = nullptr, *schema_reader_ = nullptr, *inferrer_ = nullptr;
+py::object *compiler_ = nullptr, *schema_reader_ = nullptr, *inferrer_ = nullptr;
 
 auto keeper(py::object*& slot) {
   return [&slot](py::object f) { delete std::exchange(slot, new py::object(std::move(f))); };
@@ -113,15 +113,6 @@ void start(bool cuda, int count) {
 
 }  // namespace
 
-void log_barrier(const char* kind, const std::string& reason, const Site& site, size_t ops, double milliseconds, bool hit,
-                 int64_t order) {
-  if (!logger_) return;
-  py::gil_scoped_acquire gil;
-  try {
-    (*logger_)(kind, reason, describe_site(site), ops, milliseconds, hit, order);
-  } catch (py::error_already_set& error) { error.discard_as_unraisable("lazysched's barrier log"); }
-}
-
 ProgramPtr compile_trace(Trace& trace, DeviceIndex device) {
   py::gil_scoped_acquire gil;
   TORCH_CHECK(compiler_, "lazysched: the native core has no compiler; import lazy_backend, not its parts");
@@ -170,7 +161,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     set_capture(frames);
   });
   m.def("set_compiler", keeper(compiler_));
-  m.def("set_logger", keeper(logger_));
+  m.def("set_logger", [](Logger log) { logger = new Logger(std::move(log)); });
   m.def("set_schema_reader", keeper(schema_reader_));
   m.def("set_inferrer", keeper(inferrer_));
   m.def("set_holder", [](Holder hold) { holder = new Holder(std::move(hold)); });

@@ -252,8 +252,8 @@ inline std::array<std::atomic<int64_t>, kStats> stats;
 void count(const std::string& counter);  // in torch._lazy.metrics
 
 // These call Python; they take the GIL.
-void log_barrier(const char* kind, const std::string& reason, const Site& site, size_t ops, double milliseconds, bool hit,
-                 int64_t order = -1);
+using Logger = std::function<void(const char*, const std::string&, const std::string&, size_t, double, bool, int64_t)>;
+inline Logger* logger = nullptr;  // kind, reason, the user's line, ops, milliseconds, cached, order; Python's, kept for ever
 ProgramPtr compile_trace(Trace& trace, DeviceIndex device);
 void infer_in_python(const OpInfo& op, const IValue* args, DeviceIndex device, Inference& known);
 

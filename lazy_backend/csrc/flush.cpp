@@ -107,7 +107,10 @@ static Site site_of(const Trace& trace, const Instr& instr) {
 void Recorder::flush_locked(const char* kind, const std::string& reason, Site site, const Needed& needed) {
   auto trace = take_trace(needed);
   if (!trace && index != current_device()) return;  // mark_step() asks every device, most of which never did a thing
-  if (!trace) return log_barrier(kind, reason, site, 0, 0, false);
+  auto log = [&](size_t ops, double milliseconds, bool hit, int64_t order) {
+    if (logger) (*logger)(kind, reason, describe_site(site), ops, milliseconds, hit, order);
+  };
+  if (!trace) return log(0, 0, false, -1);
   const size_t ops = trace->instrs.size();
   bool hit = false;
   stats[kFlushes]++;
@@ -142,7 +145,7 @@ void Recorder::flush_locked(const char* kind, const std::string& reason, Site si
   }
   settle(std::move(trace), error ? &message : nullptr, program ? program->rest : std::vector<int32_t>());
   const auto milliseconds = std::chrono::duration<double, std::milli>(Clock::now() - start).count();
-  log_barrier(kind, reason, site, ops, milliseconds, hit, order);
+  log(ops, milliseconds, hit, order);
   if (error) std::rethrow_exception(error);
 }
 

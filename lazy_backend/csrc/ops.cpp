@@ -2,6 +2,7 @@
 #include "core.h"
 #include <ATen/EmptyTensor.h>
 #include <ATen/Functions.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/NativeFunctions.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/native/DispatchStub.h>
@@ -71,6 +72,7 @@ const Tensor& copy_in(const Tensor& dst, const Tensor& src, bool non_blocking) {
 Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking) {
   auto src = self.sizes() == dst.sizes() ? self : self.expand(dst.sizes());
   if (is_lazy(src) && src.device() == dst.device()) {
+    if (src.sizes() != self.sizes()) at::assert_no_internal_overlap(dst), at::assert_no_partial_overlap(dst, self);
     record_copy(dst, src);
     return dst;
   }
@@ -169,6 +171,11 @@ Tensor dropout(const Tensor& input, double p, bool train) {
   return input * noise;
 }
 
+// at::native keeps channels last for our device, which the kernel for CUDA does not take.
+Tensor group_norm(const Tensor& x, int64_t groups, Mask weight, Mask bias, double eps, bool cudnn) {
+  return at::native::group_norm(physical_type() == c10::kCUDA ? x.contiguous() : x, groups, weight, bias, eps, cudnn);
+}
+
 // Recurrent cells: fused kernels exist on CUDA only, so that on a CPU the cells are what eager mode computes there.
 using Bias = const optional<Tensor>&;
 Tensor plus(const Tensor& gates, Bias bias) { return bias && bias->defined() ? gates + *bias : gates; }
@@ -192,7 +199,7 @@ void keep_whole(torch::Library& m) {
         "silu_backward", "mish_backward", "native_channel_shuffle", "_convolution", "_grouped_mm", "_linalg_svd", "pixel_shuffle",
         "pixel_unshuffle", "addr", "addr_", "addr.out", "narrow_copy", "mode", "mode.values", "conj_physical_",
         "conj_physical.out", "_grid_sampler_2d_cpu_fallback", "_grid_sampler_2d_cpu_fallback_backward", "choose_qparams_optimized",
-        "_saturate_weight_to_fp16"})
+        "_saturate_weight_to_fp16", "all.dims_out", "any.dims_out"})
     boxed(name);
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
     if (name.name.rfind("aten::_foreach_", 0) != 0 && name.name.rfind("aten::_sobol_engine", 0) != 0) continue;
@@ -221,6 +228,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
   m.impl("scaled_dot_product_attention", sdpa);
   m.impl("dropout", dropout);
+  m.impl("group_norm", group_norm);
 }
 // copy_ resolves conjugate and negative bits itself; their fallbacks would clone, which copies again.
 TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }

@@ -322,13 +322,14 @@ void take_shape(const at::Tensor& t, const at::Tensor& meta) {
   t.unsafeGetTensorImpl()->set_sizes_and_strides(meta.sizes(), meta.strides());
 }
 
-// Does the op write a tensor that another argument overlaps in part? Eager mode refuses most of these.
+// Does the op write a tensor that another argument overlaps in part, or write one twice? Eager mode refuses most of these.
 bool overlaps(const OpInfo& op, const IValue* args) {
   auto tensor = [&](size_t i) { return op.args[i].kind == ArgKind::Tensor && is_tensor(args[i]); };
   auto status = [&](size_t a, size_t b) { return at::get_overlap_status(args[a].unsafeToTensorImpl(), args[b].unsafeToTensorImpl()); };
   for (size_t w = 0; w < op.args.size(); w++)
     for (size_t i = 0; i < op.args.size() && op.args[w].writes && tensor(w); i++)
-      if (i != w && tensor(i) && status(w, i) == at::MemOverlapStatus::Partial) return true;
+      if (i != w && tensor(i) && (status(w, i) == at::MemOverlapStatus::Partial ||
+                                  (op.args[i].writes && status(w, i) == at::MemOverlapStatus::Full))) return true;
   return false;
 }
 

@@ -1,6 +1,6 @@
 """Makes one call on the device and the same call in eager mode on the physical device, and compares all that a user can see.
 
-Imports torch, `lazy_backend`, `mirror`.
+Imports torch, `lazy_backend`, `mirror`, `truth`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,17 @@ from torch.utils import _pytree as pytree
 
 from lazy_backend import core
 from tests.conformance.mirror import Mirror, tensors
+from tests.conformance.truth import Truth, as_right, widen
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64)
 PHYSICAL = "cuda" if core.physical_is_cuda() else "cpu"
 SEED = 1234
 # Their results are memory that nothing wrote.
 UNWRITTEN = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_", "resize_as_")
-# Their backward adds in 16 bits with atomics, in any order, so on CUDA two eager runs differ by more than their tolerance.
-UNORDERED = ("cummax", "cummin")
 
 
 def differentiable(op: Any, dtype: torch.dtype) -> bool:
-    unordered = PHYSICAL == "cuda" and op.name in UNORDERED and dtype.itemsize == 2
-    return op.supports_autograd and dtype in op.supported_backward_dtypes(PHYSICAL) and not unordered
+    return op.supports_autograd and dtype in op.supported_backward_dtypes(PHYSICAL)
 
 
 def as_physical(infos: list[Any]) -> list[Any]:
@@ -74,14 +72,25 @@ class Judge(TestCase):
         if not self.same_outcome(*ran, what):
             return False
         results = [run.result for run in ran]
-        self.same_value(*results, what, written)
+        truth = Truth(lambda: wide_run(device, call, given))
+        self.same_value(*results, what, written, truth)
         self.same_value(tensors(ours), tensors(theirs), f"{what}: inputs afterwards")
         self.same(sharing(results[0], ours), sharing(results[1], theirs), f"{what}: shared memory")
         if grad:
-            self.same_gradients(ours, theirs, [process(result) if process else result for result in results], what)
+            process = process or (lambda result: result)
+            self.same_gradients(ours, theirs, [process(result) for result in results], what, truth, process)
         return True
 
-    def same_gradients(self, ours: Any, theirs: Any, results: list[Any], what: str) -> None:
+    def close(self, ours: Any, theirs: Any, what: str, truth: Callable[[], Any]) -> None:
+        """Within OpInfo's tolerance, or, where fused kernels round otherwise, as near to the truth as eager mode."""
+        try:
+            self.assertEqual(ours, theirs, exact_device=False, msg=lambda text: f"{what}\n{text}")
+        except AssertionError:
+            if PHYSICAL == "cpu" or not as_right(ours, theirs, truth()):
+                raise
+
+    def same_gradients(self, ours: Any, theirs: Any, results: list[Any], what: str, truth: Truth,
+                       process: Callable[[Any], Any]) -> None:
         lists = [[out for out in tensors(result) if out.requires_grad] for result in results]
         if not lists[1]:
             return
@@ -96,7 +105,7 @@ class Judge(TestCase):
             for index, (mine, yours) in enumerate(zip(runs[0].result, runs[1].result)):
                 self.same(mine is None, yours is None, f"{what}: gradient {index} is missing")
                 if yours is not None:
-                    self.assertEqual(mine, yours, exact_device=False, msg=lambda text, i=index: f"{what}: gradient {i}\n{text}")
+                    self.close(mine, yours, f"{what}: gradient {index}", lambda i=index: truth.gradient(i, process, seeds))
 
     def same_outcome(self, ours: Outcome, theirs: Outcome, what: str) -> bool:
         """The same kind of error, or none in both (then True)."""
@@ -112,7 +121,7 @@ class Judge(TestCase):
             raise AssertionError(f"{what}: eager mode warns that it resized an output")
         return True
 
-    def same_value(self, ours: Any, theirs: Any, what: str, values: bool = True) -> None:
+    def same_value(self, ours: Any, theirs: Any, what: str, values: bool = True, truth: Truth | None = None) -> None:
         """Equal values and layouts, leaf by leaf."""
         mine, spec = pytree.tree_flatten(ours)
         yours, their_spec = pytree.tree_flatten(theirs)
@@ -121,10 +130,10 @@ class Judge(TestCase):
             place = f"{what}: output {index}"
             if isinstance(b, torch.Tensor):
                 self.same_layout(a, b, place)
-            if values and not (isinstance(b, torch.Tensor) and b.layout is not torch.strided):
-                self.assertEqual(a, b, msg=lambda text, place=place: f"{place}\n{text}", exact_device=False)
-            elif values:
-                self.assertEqual(a.to_dense(), b.to_dense(), msg=lambda text, place=place: f"{place}\n{text}", exact_device=False)
+            if values and isinstance(b, torch.Tensor) and b.layout is not torch.strided:
+                a, b = a.to_dense(), b.to_dense()
+            if values:
+                self.close(a, b, place, lambda i=index: truth.output(i) if truth else None)
 
     def same_layout(self, ours: torch.Tensor, theirs: torch.Tensor, what: str) -> None:
         self.same(type(ours), type(theirs), f"{what}: class")
@@ -150,7 +159,8 @@ LOOKS: dict[str, Callable[[torch.Tensor], Any]] = {
     "strides": dense_strides,
     "requires_grad": lambda t: t.requires_grad,
     "is a view": lambda t: t._is_view(),
-    "conj bit": lambda t: t.is_conj(),
+    # CUDA's solvers leave conjugations to the reader or not, by the driver that they choose; the numbers are the same.
+    "conj bit": lambda t: PHYSICAL == "cpu" and t.is_conj(),
     "neg bit": lambda t: t.is_neg(),
 }
 
@@ -167,6 +177,13 @@ def sharing(outputs: Any, inputs: Any) -> list[tuple[int, bool]]:
         found.append((match, match >= 0 and any(other is out for other in seen)))
         seen.append(out)
     return found
+
+
+def wide_run(device: str, call: Callable[..., Any], given: Any) -> tuple[Any, list[torch.Tensor]]:
+    """The call on float64 in eager mode, and its inputs."""
+    wide = widen(Mirror(device, PHYSICAL).all(given))
+    torch.manual_seed(SEED)
+    return call(*wide), tensors(wide)
 
 
 def pair(device: str, values: Any) -> tuple[Any, Any]:

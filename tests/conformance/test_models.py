@@ -19,6 +19,8 @@ NAMES = list(models.MODELS)
 GENERATING = [name for name in NAMES if models.MODELS[name].prompt]
 # Fused kernels round otherwise; on a CPU there are none.
 TOLERANCE = {"rtol": 0, "atol": 0} if EAGER == "cpu" else {"rtol": 1e-3, "atol": 1e-4}
+# One number added to all keys changes no softmax: the gradient is zero, and AdamW makes full steps of what rounding leaves of it.
+NOISE = ("k_proj.bias", "key.bias", "k.bias")
 
 
 def everyday(test: str) -> bool:
@@ -47,10 +49,13 @@ def train(name: str, device: str) -> tuple[list[torch.Tensor], dict[str, torch.T
 @pytest.mark.parametrize("name", NAMES)
 def test_trains(name: str) -> None:
     before = lazy_backend.stats()["fallbacks"]
-    losses, parameters, compiles = train(name, DEVICE)
-    assert lazy_backend.stats()["fallbacks"] == before
-    their_losses, their_parameters, _ = train(name, EAGER)
+    with torch.backends.cudnn.flags(allow_tf32=False):  # its ten bits would be all that differs
+        losses, parameters, compiles = train(name, DEVICE)
+        assert lazy_backend.stats()["fallbacks"] == before
+        their_losses, their_parameters, _ = train(name, EAGER)
     torch.testing.assert_close(losses, their_losses, **TOLERANCE)
+    for one in NOISE if EAGER == "cuda" else ():
+        parameters, their_parameters = ({k: v for k, v in all.items() if one not in k} for all in (parameters, their_parameters))
     torch.testing.assert_close(parameters, their_parameters, **TOLERANCE)
     assert compiles[1] == compiles[-1], f"compiles after each step: {compiles}"
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_map
 import lazy_backend  # noqa: F401
 from tests.conformance import selection
 from tests.conformance.eager import DEVICE, EAGER, all_on, moved, on_cpu, outcome, same_error, tensors
+from tests.conformance.truth import all_right, widen
 
 # Not equal to the last bit, for a reason: all else is, where eager mode runs on a CPU.
 ROUNDS_OTHERWISE = {
@@ -66,10 +68,11 @@ def make(info: ModuleInfo, sample: ModuleInput, dtype: torch.dtype, training: bo
     return module.train(training)
 
 
-def call(module: nn.Module, sample: ModuleInput, device: str) -> tuple[Any, list[torch.Tensor]]:
-    """What ``module`` gives for the inputs of ``sample``, and those inputs."""
+def call(module: nn.Module, sample: ModuleInput, device: str,
+         change: Callable[[Any], Any] = lambda leaf: leaf) -> tuple[Any, list[torch.Tensor]]:
+    """What ``module`` gives for the inputs of ``sample``, each changed by ``change``, and those inputs."""
     torch.manual_seed(2)
-    args, kwargs = moved((sample.forward_input.args, sample.forward_input.kwargs), device)
+    args, kwargs = tree_map(change, moved((sample.forward_input.args, sample.forward_input.kwargs), device))
     return module(*args, **kwargs), tensors((args, kwargs))
 
 
@@ -92,10 +95,13 @@ def as_on_the_device(info: ModuleInfo) -> Any:
 class TestModules(TestCase):
     """Each test runs a module on the device and eagerly on its physical device."""
 
-    def run_on(self, info: ModuleInfo, sample: ModuleInput, dtype: torch.dtype, training: bool, device: str) -> Any:
+    def run_on(self, info: ModuleInfo, sample: ModuleInput, dtype: torch.dtype, training: bool, device: str,
+               wide: bool = False) -> Any:
+        """Outputs, gradients and state; with ``wide`` computed in float64 from the same numbers."""
         with freeze_rng_state(), as_on_the_device(info):
             module = make(info, sample, dtype, training, device)
-            output, inputs = call(module, sample, device)
+            module, change = (module.double(), widen) if wide else (module, lambda leaf: leaf)
+            output, inputs = call(module, sample, device, change)
             grads = gradients(module, output, inputs)
             state = dict(module.state_dict())
         self.assertTrue(all_on((output, grads, state), device))
@@ -109,7 +115,10 @@ class TestModules(TestCase):
             wanted = self.run_on(module_info, sample, dtype, training, EAGER)
             ours = self.run_on(module_info, sample, dtype, training, DEVICE)
             exact = EAGER == "cpu" and module_info.name not in ROUNDS_OTHERWISE
-            self.assertEqual(ours, wanted, **({"atol": 0, "rtol": 0} if exact else {}), equal_nan=True)
+            if exact:
+                self.assertEqual(ours, wanted, atol=0, rtol=0, equal_nan=True)
+            else:
+                self.compare(ours, wanted, lambda: self.run_on(module_info, sample, dtype, training, EAGER, wide=True))  # noqa: B023
 
     @modules(HALVES, allowed_dtypes=[torch.float32])
     def test_half_precision(self, device, dtype, module_info, training):
@@ -122,7 +131,7 @@ class TestModules(TestCase):
                 halved.forward_input.args, halved.forward_input.kwargs = cast(given, half)
                 ours, theirs = (outcome(lambda: self.run_on(module_info, halved, half, training, where))  # noqa: B023
                                 for where in (DEVICE, EAGER))
-                self.compare(ours, theirs)
+                self.compare(ours, theirs, lambda: self.run_on(module_info, halved, half, training, EAGER, wide=True))  # noqa: B023
 
     @modules(module_db, allowed_dtypes=[torch.float32])
     def test_saved_and_moved(self, device, dtype, module_info, training):
@@ -202,11 +211,13 @@ class TestModules(TestCase):
             ours, theirs = (outcome(lambda: run(device)) for device in (DEVICE, EAGER))  # noqa: B023
             self.compare(ours, theirs)
 
-    def compare(self, ours: Any, theirs: Any) -> None:
+    def compare(self, ours: Any, theirs: Any, truth: Callable[[], Any] = lambda: None) -> None:
         if isinstance(theirs, Exception):
             self.assertTrue(same_error(ours, theirs), f"{ours!r}, eager mode: {theirs!r}")
-        else:
+        elif EAGER == "cpu" or isinstance(ours, Exception):
             self.assertEqual(ours, theirs, equal_nan=True)
+        else:
+            all_right(ours, theirs, truth, lambda a, b: self.assertEqual(a, b, equal_nan=True))
 
 
 instantiate_device_type_tests(TestModules, globals(), only_for=("privateuse1",))
