@@ -14,6 +14,7 @@ from torch import nn
 
 import lazy_backend
 from ir_nodes import settings
+from lazy_backend import api
 from tests.barrier_log import barriers_of, configured, only, pending, settle
 from tests.device import DEVICE, here
 
@@ -192,3 +193,11 @@ def test_the_debug_level_prints_each_barrier_with_reason_and_frame() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
     lines = [line for line in (done.stdout + done.stderr).splitlines() if "lazysched: barrier value_access" in line]
     assert len(lines) == 1 and "<string>:3 in <module>" in lines[0]
+
+
+def test_a_failing_log_costs_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    monkeypatch.setattr(api, "listeners", [lambda barrier, order: 1 / 0])
+    monkeypatch.setattr("sys.unraisablehook", told.append)
+    assert torch.ones(2, device=DEVICE).add(1).sum().item() == 4
+    assert [type(one.exc_value) for one in told] == [ZeroDivisionError] and "barrier log" in told[0].err_msg
