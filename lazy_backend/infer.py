@@ -88,6 +88,9 @@ def infer(target: str, args: Arguments, device: torch.device) -> Answer:
         warnings.simplefilter("ignore")
         try:
             given, returns = layouts(target, args, on_meta(args), device)
+            if any(item.is_conj() for spec, item in zip(ops.schema(target).returns, returns)
+                   if spec.alias_info is None and isinstance(item, Tensor)):  # fmt: skip
+                raise Refusal("it leaves the conjugation of its result to whoever reads it")
             return "", pytree.tree_map_only(Tensor, to_meta, returns), relaid(target, args, given)
         except Refusal as refusal:
             return str(refusal), [], []

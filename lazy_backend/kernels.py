@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Any, Sequence
 
@@ -10,6 +11,7 @@ import torch
 from lazy_backend import core
 
 Tensor = torch.Tensor
+TRUTHS = (torch.ops.aten.all.dims_out, torch.ops.aten.any.dims_out)
 
 
 def histc(self: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:  # noqa: A002  (the schema's names)
@@ -39,13 +41,22 @@ def set_nothing(self: Tensor) -> Tensor:
     return self.set_(torch.empty(0, dtype=self.dtype, device=self.device).untyped_storage(), 0, (0,), (1,))
 
 
+def truth(op: torch._ops.OpOverload, self: Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, *,
+          out: Tensor) -> Tensor:
+    """`all` and `any` over several dimensions: the form for devices that PyTorch does not know takes an ``out`` of any dtype."""
+    if out.dtype not in (torch.bool, torch.uint8):
+        raise RuntimeError(f"{op._opname} only supports bool tensor for result, got: {out.dtype}")
+    return op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, self, dim, keepdim, out=out)
+
+
 _library: list[torch.library.Library] = []  # a registration lasts as long as its library
 
 
 def install(_: ModuleType) -> None:
     library = torch.library.Library("aten", "IMPL")
     for name, kernel in (("histc", histc), ("record_stream", record_stream), ("_efficientzerotensor", efficient_zeros),
-                         ("_copy_from_and_resize", copy_from_and_resize), ("set_", set_nothing)):  # fmt: skip
+                         ("_copy_from_and_resize", copy_from_and_resize), ("set_", set_nothing),
+                         *((f"{op._opname}.dims_out", functools.partial(truth, op)) for op in TRUTHS)):  # fmt: skip
         library.impl(name, kernel, "PrivateUse1")
     _library.append(library)
 
