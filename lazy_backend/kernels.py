@@ -11,12 +11,14 @@ import torch
 from lazy_backend import core
 
 Tensor = torch.Tensor
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 TRUTHS = (torch.ops.aten.all.dims_out, torch.ops.aten.any.dims_out)
 
 
 def histc(self: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:  # noqa: A002  (the schema's names)
     """CUDA counts integers too, and libraries choose this op for every device but the CPU."""
-    cast = self.dtype if core.physical_is_cuda() or self.is_floating_point() else torch.float64
+    as_it_is = core.physical_is_cuda() or self.dtype not in INTEGERS
+    cast = self.dtype if as_it_is else torch.float64
     counts = torch.empty(0, dtype=cast, device=self.device)
     return torch.histc(self.to(cast), bins, min, max, out=counts).to(self.dtype)
 
