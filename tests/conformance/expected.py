@@ -30,7 +30,7 @@ ROWS: tuple[Row, ...] = (
     Row("test_values_nn_functional_linear_cross_entropy_chunked_none_lazysched_*float16",
         "the function chooses how it accumulates by the device's name, and knows cpu and cuda",
         "https://github.com/pytorch/pytorch/blob/main/torch/nn/modules/linear_cross_entropy_options.py", device="cpu"),
-    Row("test_dtypes_histc_lazysched_int64", "libraries count integers with histc on every device but the CPU, so the device does it "
+    Row("test_dtypes_histc_lazysched_int64", "libraries count integers with histc on any device but the CPU, so ours does it "
         "where eager mode on the CPU refuses", device="cpu"),
     Row("test_dtypes_nn_functional_max_pool1d_lazysched_int64", "the CPU alone has a kernel of its own for max_pool1d, "
         "which takes no integers; every other device calls max_pool2d, and that takes them",
