@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from types import ModuleType
 from typing import Any, Sequence
 
@@ -12,7 +11,6 @@ from lazy_backend import core
 
 Tensor = torch.Tensor
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-TRUTHS = (torch.ops.aten.all.dims_out, torch.ops.aten.any.dims_out)
 
 
 def histc(self: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:  # noqa: A002  (the schema's names)
@@ -43,22 +41,13 @@ def set_nothing(self: Tensor) -> Tensor:
     return self.set_(torch.empty(0, dtype=self.dtype, device=self.device).untyped_storage(), 0, (0,), (1,))
 
 
-def truth(op: torch._ops.OpOverload, self: Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, *,
-          out: Tensor) -> Tensor:
-    """`all` and `any` over several dimensions: the form for devices that PyTorch does not know takes an ``out`` of any dtype."""
-    if out.dtype not in (torch.bool, torch.uint8):
-        raise RuntimeError(f"{op._opname} only supports bool tensor for result, got: {out.dtype}")
-    return op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, self, dim, keepdim, out=out)
-
-
 _library: list[torch.library.Library] = []  # a registration lasts as long as its library
 
 
 def install(_: ModuleType) -> None:
     library = torch.library.Library("aten", "IMPL")
     for name, kernel in (("histc", histc), ("record_stream", record_stream), ("_efficientzerotensor", efficient_zeros),
-                         ("_copy_from_and_resize", copy_from_and_resize), ("set_", set_nothing),
-                         *((f"{op._opname}.dims_out", functools.partial(truth, op)) for op in TRUTHS)):  # fmt: skip
+                         ("_copy_from_and_resize", copy_from_and_resize), ("set_", set_nothing)):  # fmt: skip
         library.impl(name, kernel, "PrivateUse1")
     _library.append(library)
 
