@@ -33,6 +33,10 @@ _CHECKED_BY_RUNNING = frozenset(
 # Their kernels for the CPU give `out` other strides than they found; that of `svd` gives other strides on CUDA than Meta says.
 _RESTRIDES = ("replication_pad", "reflection_pad", "_linalg_svd", "linalg_l", "linalg_eig", "_linalg_eigh", "linalg_qr", "ormqr",
               "linalg_householder", "triangular_solve", "lu_solve", "cholesky_inverse", "_fft_")  # fmt: skip
+# Their results on CUDA have other layouts than on a CPU.
+_OTHERWISE_ON_CPU = frozenset("_embedding_bag _embedding_bag_forward_only max_unpool2d max_unpool3d".split())
+# Their integers are pivots, counted from one: kernels write where zeros point to.
+_PIVOTED = frozenset("linalg_ldl_solve linalg_lu_solve lu_solve lu_unpack".split())
 _PROBES: dict[int, Callable[..., Tensor]] = {1: torch.neg, 2: torch.add, 3: torch.addcmul}
 MOST_BYTES = 1 << 26
 """Ops on more bytes are not tried on zeros: Meta's word has to do, and where it is wrong the result is copied."""
@@ -141,9 +145,13 @@ def may_try(target: str, args: Arguments, device: torch.device, known: bool) -> 
 
 def try_on_cpu(target: str, args: Arguments, doubt: Doubts, known: tuple[Arguments, list[Any]]) -> tuple[Arguments, list[Any]]:
     """On zeros on the CPU, where a wrong index is an error that can be caught. ``known``: what Meta said, nothing or all."""
+    if ops.split(target)[1] in _OTHERWISE_ON_CPU and known[0]:
+        return known
     try:
         return try_on_device(target, args, torch.device("cpu"), doubt, lambda n: n)
-    except Exception:
+    except Exception as error:
+        if known[0] and isinstance(error, NotImplementedError):  # a dtype that CPUs lack
+            return known
         if not known[0] or any(spec.is_out for spec in ops.schema(target).arguments):
             raise  # what is wrong with `out` eager mode says
         return known
@@ -155,6 +163,9 @@ def try_on_device(
     """Run the op on zeros with each size cut, or, where it may divide by them, on tiny numbers. What it draws nobody misses."""
     byte = 1 if doubt.pointwise else 0
     given = pytree.tree_map(lambda arg: stand_in(arg, device, cut, byte), args)
+    for tensor in tensors(given) if ops.split(target)[1] in _PIVOTED else ():
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            tensor.fill_(1)
     devices = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(devices, enabled=schema.is_random(target)):
         return given, call(target, given)

@@ -16,11 +16,13 @@ TOLERANCE = 1e-4  # a tenth of it is added to the errors: what `assertEqual` all
 
 
 def widen(tree: Any) -> Any:
-    """``tree`` with float64 and complex128 in the place of narrower tensors; modules too."""
+    """``tree`` with float64 and complex128 in the place of narrower tensors and dtypes; modules too."""
 
     def wide(leaf: Any) -> Any:
         if isinstance(leaf, torch.nn.Module):
             return leaf.double()
+        if isinstance(leaf, torch.dtype):
+            return torch.float64 if leaf.is_floating_point else leaf
         if not isinstance(leaf, torch.Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
             return leaf
         dtype = torch.complex128 if leaf.is_complex() else torch.float64
