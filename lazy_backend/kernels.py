@@ -17,7 +17,7 @@ def histc(self: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tens
     """CUDA counts integers too, and libraries choose this op for every device but the CPU."""
     as_it_is = core.physical_is_cuda() or self.dtype not in INTEGERS
     cast = self.dtype if as_it_is else torch.float64
-    counts = torch.empty(0, dtype=cast, device=self.device)
+    counts = torch.empty(bins, dtype=cast, device=self.device)
     return torch.histc(self.to(cast), bins, min, max, out=counts).to(self.dtype)
 
 
