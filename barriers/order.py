@@ -9,6 +9,7 @@ from barriers.accumulation import release_sums
 from barriers.calls import Run, calls_of, first_come, positions_of, runs_of
 from barriers.collectives import sink_waits
 from barriers.dependencies import predecessors
+from barriers.draws import release_draws
 from barriers.hooks import Asked, Entry, ScheduleHook, consult
 from barriers.model import lanes, memory
 from barriers.placing import START, beside, keys, list_schedule
@@ -71,6 +72,8 @@ def order_segments(graph: Graph, wishes: Sequence[Wish], hooks: Sequence[Schedul
     report = Ordered(recorded=first_come(runs))
     calls = calls_of(runs)
     asked = Asked([(wish, a, b) for wish in wishes for a, b in pairs(wish, calls)])
+    if release_draws(graph, [(a, b) for _, a, b in asked.wishes]):
+        runs = runs_of(graph.nodes)
     if not asked and not hooks:
         report.scheduled = report.recorded
         return report

@@ -57,9 +57,12 @@ thread = _Thread()
 
 
 class Steps:
-    """Counts the steps of the program: what lies between two ends of `optimizer.step()` or `mark_step()`."""
+    """Counts the steps of the program: what lies between two ends of `optimizer.step()` or `mark_step()`.
 
-    number = 0
+    By owner: a thread under a scheduler of its own has steps of its own. 0: of all threads.
+    """
+
+    numbers: dict[int, int] = {}
     recordings = 0  # that have run as a whole
 
 
@@ -79,7 +82,7 @@ def enter(part: Part) -> Before | None:
 
 
 def run(part: Part) -> bool:
-    thread.renew(Steps.number, Steps.recordings)
+    thread.renew(Steps.numbers.get(thread.owner, 0), Steps.recordings)
     call = thread.step_calls.get(part, 0)
     thread.step_calls[part] = call + 1
     forward, backward = part.pick(False, call), part.pick(True, call)

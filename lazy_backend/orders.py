@@ -10,7 +10,7 @@ import threading
 import types
 import weakref
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -43,6 +43,16 @@ class Demands:
     hooks: tuple[ScheduleHook, ...] = ()
     debug: bool = False  # compare with the program's order
     measure: bool = False  # time each segment
+
+    def key(self) -> tuple[object, ...]:
+        """The same for two schedulers that ask for the same."""
+        pairs = tuple((wish.earlier, wish.later) for wish in self.wishes)
+        return pairs, tuple(hook.number for hook in self.hooks), self.debug, self.measure
+
+    def of(self, owner: int) -> Demands:
+        """These for the calls under scheduler ``owner``."""
+        wishes = tuple(replace(wish, owner=owner) for wish in self.wishes)
+        return replace(self, wishes=wishes, hooks=tuple(replace(hook, owner=owner) for hook in self.hooks))
 
 
 _demands: dict[int, Demands] = {}  # of the schedulers in force, by owner number

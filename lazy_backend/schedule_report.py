@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Iterable, Sequence
 
+from barriers.barrier import Barrier
 from barriers.order import Ordered
-from barriers.refusals import Refusal
+from barriers.refusals import Refusal, at
 from barriers.story import Story, tell
 from barriers.wishes import Wish
 from ir_nodes import SegmentCall
@@ -15,19 +16,54 @@ from lazy_backend import orders
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One step: what was wanted, for each of its recordings what became of it, and who ran early because of a value access."""
+    """One step: what was wanted, what became of each of its recordings, and the barrier that ran it.
+
+    ``foreign``: schedulers of other threads, whose segments are not shown.
+    """
 
     wanted: Sequence[Wish]
-    recordings: Sequence[Ordered]
-    early: Sequence[str] = ()
+    ran: Sequence[tuple[Ordered, Barrier]]
+    foreign: frozenset[int] = frozenset()
+
+    @property
+    def recordings(self) -> list[Ordered]:
+        return [report for report, _ in self.ran]
+
+    @property
+    def recorded(self) -> list[SegmentCall]:
+        """In the program's order, each once."""
+        return list(dict.fromkeys(call for report, _ in self.ran for call in report.recorded if call.owner not in self.foreign))
+
+    @property
+    def scheduled(self) -> list[SegmentCall]:
+        """In the order in which they ran."""
+        return [call for report, _ in self.ran for call in report.scheduled if call.owner not in self.foreign]
 
     @property
     def refusals(self) -> list[Refusal]:
-        return [refusal for report in self.recordings for refusal in report.refusals]
+        return [one for report, _ in self.ran for one in report.refusals if one.earlier.owner not in self.foreign]
 
     @property
     def problems(self) -> list[str]:
-        return [*(problem for report in self.recordings for problem in report.problems), *self.early]
+        """What hooks did wrong, and what barriers ran before its turn."""
+        return [*(problem for report, _ in self.ran for problem in report.problems), *self.early()]
+
+    def early(self) -> list[str]:
+        """Segments that had to run before their turn, because a value was needed or a barrier ran all that was recorded."""
+        told = [f"{call} ran before its turn, because {barrier.reason}{at(barrier.frame)} needs what it makes"
+                for report, barrier in self.ran for call in report.early]
+        first: dict[str, int] = {}
+        for number, (report, _) in enumerate(self.ran):
+            for call in report.scheduled:
+                first.setdefault(call.name, number)
+        forced = {call.name for report, _ in self.ran for call in report.early}
+        for wish in self.wanted:
+            a, b = first.get(wish.earlier, -1), first.get(wish.later, -1)
+            if 0 <= b < a and wish.later not in forced:
+                barrier = self.ran[b][1]
+                why = f"{barrier.kind.label}: {barrier.reason}{at(barrier.frame)}"
+                told.append(f"wanted {wish}, but a barrier ran {wish.later} before {wish.earlier} was recorded ({why})")
+        return told
 
     @property
     def differences(self) -> list[str]:
@@ -60,8 +96,7 @@ def text(step: StepReport) -> str:
         return " -> ".join(map(str, calls)) or "(nothing)"
 
     lines = ["wanted:", *([f"  {wish}   ({wish.cause})" for wish in step.wanted] or ["  (nothing)"])]
-    lines += ["recorded: " + line(dict.fromkeys(call for report in step.recordings for call in report.recorded))]
-    lines += ["run:      " + line(call for report in step.recordings for call in report.scheduled)]
+    lines += ["recorded: " + line(step.recorded), "run:      " + line(step.scheduled)]
     lines += step.problems
     lines += step.differences
     checked = sum(report.checked for report in step.recordings)

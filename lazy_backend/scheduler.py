@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import sys
+import threading
 import types
 import warnings
 from pathlib import Path
@@ -23,6 +25,7 @@ from lazy_backend.schedule_page import page
 from lazy_backend.schedule_report import StepReport, text
 
 _active: list[LazyScheduler] = []
+_lock = threading.Lock()
 _told: set[str] = set()  # problems of hooks
 
 
@@ -56,15 +59,12 @@ class LazyScheduler:
             raise ValueError(f"schedule is a list of names, got the text {schedule!r}: write [{schedule!r}]")
         self.schedule = list(schedule or [])
         self.strict = strict
-        numbers = tuple(orders.hook_of(hook).number for hook in hooks)
-        self.owner = orders.owner_of(tuple(self.schedule), numbers, strict, debug_mode, measure)
-        self._wishes = wishes_of(self.schedule, owner=self.owner)
-        own_hooks = tuple(orders.hook_of(hook, self.owner) for hook in hooks)
-        self._demands = orders.Demands(tuple(self._wishes), own_hooks, debug_mode, measure)
-        self._steps: list[list[Ordered]] = [[]]  # reports of the recordings of the last finished step, then of this one
-        self._early: list[list[str]] = [[]]  # for each of these steps, who ran before its turn, and why
+        self._wishes = wishes_of(self.schedule)
+        self._demands = orders.Demands(tuple(self._wishes), tuple(map(orders.hook_of, hooks)), debug_mode, measure)
+        self._steps: list[list[tuple[Ordered, Barrier]]] = [[]]  # what the last finished step ran, then what this one did
         self._warned: set[str] = set()
-        self._outer = 0
+        self._foreign: set[int] = set()  # owners of the schedulers of other threads
+        self._outer = self._thread = self.owner = 0
 
     def start(self) -> LazyScheduler:
         """From now on this thread's segments follow the schedule."""
@@ -72,9 +72,17 @@ class LazyScheduler:
             if name not in segments and not is_written_in_code(name):
                 segments.get(name)  # raises, and says what may have been meant
         check([*self._wishes, *segments.hooks()])
+        self._thread = threading.get_ident()
+        with _lock:
+            asked = self._demands.key()
+            alike = {one.owner for one in _active if one._thread != self._thread}
+            owners = (orders.owner_of(asked, turn) for turn in itertools.count())
+            self.owner = next(owner for owner in owners if owner not in alike)
+            _active.append(self)
+        self._demands = self._demands.of(self.owner)
+        self._wishes = list(self._demands.wishes)
         orders.enforce(self.owner, self._demands)
         self._outer, thread.owner = thread.owner, self.owner
-        _active.append(self)
         return self
 
     def stop(self) -> None:
@@ -111,17 +119,15 @@ class LazyScheduler:
     # ---- what happened ------------------------------------------------------------------------------------------------
 
     def note(self, barrier: Barrier, report: Ordered | None) -> None:
-        if report is not None:
-            self._steps[-1].append(report)
-            where = f" at {barrier.frame}" if barrier.frame else ""
-            self._early[-1] += [f"{call} ran before its turn, because {barrier.reason}{where} needs what it makes"
-                                for call in report.early]
-        if barrier.kind in STEP_ENDS and self._steps[-1]:
+        self._foreign |= {one.owner for one in _active if one._thread != self._thread}
+        if report is not None and not all(call.owner in self._foreign for call in report.recorded):
+            self._steps[-1].append((report, barrier))
+        if barrier.kind in STEP_ENDS and self._steps[-1] and thread.owner not in self._foreign:
             self._miss()
-            self._steps, self._early = [self._steps[-1], []], [self._early[-1], []]
+            self._steps = [self._steps[-1], []]
 
     def _miss(self) -> None:
-        ran = {call.name for report in self._steps[-1] for call in report.recorded}
+        ran = {call.name for report, _ in self._steps[-1] for call in report.recorded}
         for name in self.schedule:
             if name not in ran and name not in self._warned:
                 self._warned.add(name)
@@ -129,13 +135,12 @@ class LazyScheduler:
                               stacklevel=users_level())
 
     def _last_step(self) -> StepReport:
-        both = zip(reversed(self._steps), reversed(self._early))
-        recordings, early = next((one for one in both if one[0]), ([], []))
-        return StepReport([*self._wishes, *segments.hooks()], recordings, early)
+        ran = next((step for step in reversed(self._steps) if step), [])
+        return StepReport([*self._wishes, *segments.hooks()], ran, frozenset(self._foreign))
 
     def recorded_execution_order(self) -> list[str]:
         """The segments of the last step in the order in which they ran on the device; later calls as "name#1"."""
-        return [str(call) for report in self._last_step().recordings for call in report.scheduled]
+        return list(map(str, self._last_step().scheduled))
 
     def refusals(self) -> list[Refusal]:
         """Orders that the last step could not honour, or only in part."""
@@ -178,7 +183,8 @@ def holds(code: types.CodeType, text: str) -> bool:
 
 def note(barrier: Barrier, order: int) -> None:
     if barrier.kind in STEP_ENDS:
-        Steps.number += 1
+        for owner in {0, thread.owner}:
+            Steps.numbers[owner] = Steps.numbers.get(owner, 0) + 1
     report = orders.report(order)
     for problem in [*report.problems, report.difference] if report else ():
         if problem and problem not in _told:

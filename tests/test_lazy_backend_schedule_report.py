@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import lazy_backend
+from barriers.barrier import Barrier, BarrierKind
 from barriers.order import Ordered, order_segments
 from barriers.story import tell
 from barriers.wishes import Moves, Wish, wishes_of
@@ -30,6 +31,9 @@ def no_segments_left() -> Iterator[None]:
     yield
     for name in segments.names():
         segments.remove(name)
+
+
+END = Barrier(BarrierKind.MARK_STEP, "mark_step()", None, 1, 0.0)
 
 
 class Page(html.parser.HTMLParser):
@@ -119,14 +123,14 @@ def test_communication_has_a_lane_of_its_own() -> None:
     assert story.recorded.exposed == pytest.approx(story.recorded.communicating)
     assert story.scheduled.exposed < 0.4 * story.recorded.exposed
     assert {box.call.name for box in story.scheduled.boxes if box.collective and box.call} == {"sdd"}
-    step = StepReport(wishes_of(["sdd", "layers"]), [report])
+    step = StepReport(wishes_of(["sdd", "layers"]), [(report, END)])
     assert "% of it beside computation; in the recorded order 0%" in text(step)
     assert "computation above communication" in Page(page(step)).words
 
 
 def test_names_are_escaped_and_an_empty_step_has_a_page() -> None:
     call = SegmentCall("<b>&")
-    told = page(StepReport(wishes_of(["<b>&", "c"]), [Ordered([call], [call])]))
+    told = page(StepReport(wishes_of(["<b>&", "c"]), [(Ordered([call], [call]), END)]))
     assert "<b>&" not in told and "&lt;b&gt;&amp;" in told
     assert "Pictures of older recordings are not kept" in Page(told).words
     assert "nothing: the recorded order" in Page(page(StepReport([], []))).words

@@ -46,7 +46,7 @@ class Hazard(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         given = x.detach() * 1
         state = {"buffer": self.state, "global": GLOBAL[x.device.type], "input": given}[self.where]
-        return self.early(x, state.clone() if self.late_writes and False else state.detach()) + self.late(x, state)
+        return self.early(x, state.detach()) + self.late(x, state)
 
 
 GLOBAL: dict[str, torch.Tensor] = {}
@@ -82,10 +82,31 @@ class Dropping(Tower):
 def test_random_numbers_are_eagers_in_any_order() -> None:
     model, truth = pair(Dropping)
     name_all(model)
-    with LazyScheduler(schedule=["two", "one", "one_bwd", "two_bwd"]) as scheduler:
+    with LazyScheduler(schedule=["two", "one", "one_bwd", "two_bwd"], strict=True, debug_mode=True) as scheduler:
+        got = train(model, DEVICE)
+    same(got, train(truth, "cpu"))
+    assert scheduler.recorded_execution_order() == ["two", "one", "join", "one_bwd", "two_bwd"]
+
+
+class Noisy(Tower):
+    """The draws need what their segments compute."""
+
+    def func1(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) + torch.bernoulli(self.a(x).sigmoid())
+
+    def func2(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(x) * torch.bernoulli(self.b(x).sigmoid())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's random numbers are not the CPU's")
+def test_draws_that_cannot_wait_alone_are_refused() -> None:
+    model, truth = pair(Noisy)
+    name_all(model)
+    with LazyScheduler(schedule=["two", "one"]) as scheduler:
         got = train(model, DEVICE)
     same(got, train(truth, "cpu"))
     assert "both draw random numbers" in scheduler.report()
+    assert scheduler.recorded_execution_order()[:2] == ["one", "two"]
 
 
 class Checkpointed(Tower):

@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 WIDTH = 6
 PURE = ("linear", "scale", "view", "checkpoint")
+# Its draw stays behind on a CPU; on a GPU it draws while it multiplies, so it cannot change places with another.
+MOVABLE = PURE if torch.cuda.is_available() else (*PURE, "dropout")
 IMPURE = ("write", "read", "both", "dropout", "in place")
 Spec = Any  # a leaf's kind, or (how, [Spec, ...])
 
@@ -95,7 +97,7 @@ def pure_siblings(model: nn.Module) -> list[str]:
     """Paths of the leaves of the first sum that has two or more of those that share nothing; any order of them is legal."""
     for path, part in model.named_modules():
         if isinstance(part, Tree) and part.way == "sum":
-            found = [number for number, leaf in enumerate(part.parts) if isinstance(leaf, Leaf) and leaf.kind in PURE]
+            found = [number for number, leaf in enumerate(part.parts) if isinstance(leaf, Leaf) and leaf.kind in MOVABLE]
             if len(found) > 1:
                 return [f"{path}.parts.{number}".lstrip(".") for number in found]
     return []
