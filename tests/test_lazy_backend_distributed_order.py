@@ -136,7 +136,7 @@ def check_cached(group: Group) -> None:
     dist.all_reduce(x, group=group)
     y = exchange("b", group)
     assert x[1].item() == 4 and y[1].item() == 1
-    # another order against a cached one: whoever compiles finds it, and the other, in flight already, is told as well
+    # another order against a cached one: whoever compiles finds it, and the other is told when the first has ended
     told = fails("ra", group, 7) if rank else fails("rb", group)
     assert "different orders" in told, told
     assert "rank 0:\n    14. broadcast(root 1) float32[8]" in told and "14. all_to_all_single() float32[8] at" in told, told

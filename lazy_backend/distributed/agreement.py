@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
+import sys
 import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Callable, Sequence
+from typing import Any, Sequence
 
 import torch.distributed as dist
 
@@ -32,7 +34,7 @@ from lazy_backend.distributed import collectives
 PATIENCE = 30.0
 NEIGHBOURS = 8
 KEPT = 100_000  # collectives whose names are remembered
-_BUSY, _IDLE = 0.002, 0.05  # seconds between two looks at the store: after news, and else
+_LOOKS = ((2.0, 0.002), (60.0, 0.05), (math.inf, 0.5))  # seconds since the last news, seconds between two looks at the store
 Entry = tuple[str, str]
 """A collective as all ranks see it, and the user's line ("" where it is not known)."""
 
@@ -54,12 +56,9 @@ class Question:
 
 
 class Agreement:
-    """One process group's. ``store``: one that only it uses, on every rank the same. ``abort`` ends what has been started."""
+    """One process group's. ``store``: one that only it uses, on every rank the same."""
 
-    def __init__(
-        self, store: dist.Store, name: str, rank: int, size: int, timeout: timedelta, abort: Callable[[], None]
-    ) -> None:
-        self._abort = abort
+    def __init__(self, store: dist.Store, name: str, rank: int, size: int, timeout: timedelta) -> None:
         self._store, self._name, self._rank = store, name, rank
         self._patience = min(PATIENCE, timeout.total_seconds())
         self._neighbours = [(rank + step) % size for step in range(1, min(size - 1, NEIGHBOURS) + 1)]
@@ -70,9 +69,9 @@ class Agreement:
         self._lock = threading.Lock()
         self._open: list[Question] = []
         self._broken = ""
-        self._thread: threading.Thread | None = None
-        self._stop = threading.Event()
-        self._news = 0.0
+        self._asked = 1
+        self._unanswered: list[tuple[str, int]] = []
+        self._news = self._looked = 0.0
 
     # ---- in the thread that runs programs ------------------------------------------------------------------------------------
 
@@ -92,8 +91,7 @@ class Agreement:
         with self._lock:
             number = self._started
             question = Question("", number, self._known(number), list(self._neighbours), self._until)
-        question.key = str(self._store.add("asked", 1))
-        self._store.set(f"question/{question.key}", json.dumps([self._rank, number, self._neighbours]))
+        question.key = self._post([self._rank, number, self._neighbours])
         with self._lock:
             self._open.append(question)
         answered = question.done.wait(self._patience)
@@ -103,6 +101,8 @@ class Agreement:
     def start(self, entry: str) -> None:
         """A program starts this collective."""
         self.raise_if_broken()
+        if not self._started:  # a cached program may run before any plan, in a group that was destroyed and made again
+            self._watch()
         if self._agreed <= self._started < self._until:
             self.compare()
         with self._lock:
@@ -130,32 +130,37 @@ class Agreement:
 
     def _watch(self) -> None:
         self._news = time.monotonic()
-        if self._thread is None and self._neighbours:
-            self._thread = threading.Thread(target=self._serve, name=f"lazysched order {self._name}", daemon=True)
-            self._thread.start()
-            atexit.register(self.stop)
+        if self._neighbours:
+            _watcher.watch(self)
 
     def stop(self) -> None:
-        self._stop.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(5)
-        atexit.unregister(self.stop)
+        """Answer no more."""
+        _watcher.forget(self)
 
-    def _serve(self) -> None:
-        asked = 1
-        unanswered: list[tuple[str, int]] = []
-        while not self._stop.wait(_BUSY if time.monotonic() - self._news < 2 else _IDLE):
-            try:
-                while self._store.check([f"question/{asked}"]):
-                    rank, number, neighbours = json.loads(self._store.get(f"question/{asked}"))
-                    if self._rank in neighbours and rank != self._rank:
-                        unanswered.append((f"answer/{asked}/{self._rank}", number))
-                    asked += 1
-                    self._news = time.monotonic()
-                unanswered = [one for one in unanswered if not self._answer(*one)]
-                self._listen()
-            except (RuntimeError, OSError):  # the store's process has ended, and with it the run
-                return
+    def _post(self, message: list[Any]) -> str:
+        number = str(self._store.add("messages", 1))
+        self._store.set(f"message/{number}", json.dumps(message))
+        return number
+
+    def look(self) -> float:
+        """See what other ranks have posted: questions, answers, a difference. Returns the seconds until the next look."""
+        now = time.monotonic()
+        pause = next(pause for age, pause in _LOOKS if now - self._news < age)
+        if now - self._looked < pause:
+            return self._looked + pause - now
+        self._looked = now
+        while self._store.check([f"message/{self._asked}"]):
+            rank, number, about = json.loads(self._store.get(f"message/{self._asked}"))
+            if number < 0 and not self._broken:
+                self._broken = about  # this rank may wait in a collective already, so it says so now
+                print(f"lazysched, rank {self._rank}: {about}", file=sys.stderr, flush=True)
+            elif number >= 0 and self._rank in about and rank != self._rank:
+                self._unanswered.append((f"answer/{self._asked}/{self._rank}", number))
+            self._asked += 1
+            self._news = now
+        self._unanswered = [one for one in self._unanswered if not self._answer(*one)]
+        self._listen()
+        return pause
 
     def _answer(self, key: str, number: int) -> bool:
         with self._lock:
@@ -165,10 +170,7 @@ class Agreement:
         return bool(known)
 
     def _listen(self) -> None:
-        """Read what neighbours answered, and whether some rank found a difference."""
-        if not self._broken and self._store.check(["broken"]):
-            self._broken = self._store.get("broken").decode()
-            self._abort()  # this rank may be waiting for the one that has found it
+        """Read what neighbours answered."""
         with self._lock:
             questions = list(self._open)
         for question in questions:
@@ -188,9 +190,56 @@ class Agreement:
         for at, (mine, other) in enumerate(zip(question.mine, theirs)):
             if mine[0] != other[0]:
                 self._broken = describe(self._name, question.number + at, {self._rank: question.mine[at:], rank: theirs[at:]})
-                self._store.set("broken", self._broken)
+                self._post([self._rank, -1, self._broken])
                 return
         question.agreed = min(question.agreed, question.number + len(theirs))
+
+
+class Watcher:
+    """The thread that looks at the stores of all groups."""
+
+    def __init__(self) -> None:
+        self._watched: dict[Agreement, None] = {}
+        self._thread: threading.Thread | None = None
+        self._ended = False
+        self._wake = threading.Event()
+        self._lock = threading.Lock()
+
+    def watch(self, one: Agreement) -> None:
+        with self._lock:
+            self._watched[one] = None
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="lazysched order", daemon=True)
+                self._thread.start()
+                atexit.register(self._end)
+        self._wake.set()
+
+    def forget(self, one: Agreement) -> None:
+        with self._lock:
+            self._watched.pop(one, None)
+
+    def _end(self) -> None:
+        """A thread that is still there when the interpreter ends would fail where it comes back to Python."""
+        self._ended = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(5)
+
+    def _run(self) -> None:
+        while not self._ended:
+            pause = _LOOKS[-1][1]
+            with self._lock:
+                watched = list(self._watched)
+            for one in watched:
+                try:
+                    pause = min(pause, one.look())
+                except (RuntimeError, OSError):  # the store's process has ended, and with it the run
+                    self.forget(one)
+            self._wake.wait(pause)
+            self._wake.clear()
+
+
+_watcher = Watcher()
 
 
 def describe(group: str, number: int, orders: dict[int, list[Entry]]) -> str:

@@ -35,7 +35,7 @@ class LazyGroup(dist.ProcessGroup):
         self.inner = self._plain("device", core.physical_is_cuda())
         self.queue: list[Callable[[], collectives.Flight]] = []
         self._host: dist.ProcessGroup | None = None
-        self.agreement = agreement.Agreement(dist.PrefixStore("order/", store), name, rank, size, timeout, self.inner.abort)
+        self.agreement = agreement.Agreement(dist.PrefixStore("order/", store), name, rank, size, timeout)
         collectives.groups[name] = self
 
     def _plain(self, name: str, cuda: bool) -> dist.ProcessGroup:
