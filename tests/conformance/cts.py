@@ -28,14 +28,23 @@ from tests.conformance.eager import DEVICE, EAGER
 ROOT = Path(__file__).resolve().parents[2]
 SUITES = ("autograd", "compiler", "device_api", "dtypes", "errors", "generated", "memory", "multi_device", "operators", "opinfo",
           "path_shapes", "rng", "serialization", "stress", "strides", "training", "workloads")  # fmt: skip
-# Its opinfo modules look for the running test in the call stack for every sample that they count: an hour, for nothing.
+HEAD = """# TorchCTS
+
+Written by `make torchcts TORCHCTS_ARGS=--write`: TorchCTS {version}, all levels of its broadest manifest (without `guard_alloc`, an
+allocator that the device does not have), at most {samples} samples a test, on torch {torch} and {where}, {today}. What fails is run
+again in eager mode on the physical device, there without the exemptions that many tests have for the CPU.
+"""
+# Its opinfo modules look for the running test in the call stack for every sample that they count, and read all its metadata for
+# every op: hours, for nothing.
 _CHILD = """
-import sys, torch
+import functools, sys, torch
 torch.set_num_threads(1)
 from torch.testing._internal import common_utils
 from torch.testing._internal.opinfo import core
 common_utils.extract_test_fn = core.extract_test_fn = lambda: None
-from torchcts import cli
+from torchcts import cli, op_metadata
+validation = functools.cache(functools.partial(op_metadata._validation_metadata, None))
+op_metadata._validation_metadata = lambda metadata: validation()
 sys.exit(cli.main())
 """
 
@@ -146,7 +155,7 @@ def node(case: xml.Element) -> str:
     return "::".join(["/".join(parts[:count]) + ".py", *parts[count:], case.get("name", "")])
 
 
-def page(suites: list[Suite], command: str) -> str:
+def page(suites: list[Suite], samples: int) -> str:
     """docs/torchcts.md: a row a suite, then the failures by reason."""
     total = Suite("all")
     reasons: dict[str, list[str]] = {}
@@ -154,12 +163,12 @@ def page(suites: list[Suite], command: str) -> str:
         total.counts.update(suite.counts)
         for test, message in suite.failures.items():
             reasons.setdefault(suite.reason(test) or f"not looked into: {message}", []).append(test.rpartition("::")[2])
-    lines = ["# TorchCTS", "", f"Written by `{command}`: TorchCTS {version('torchcts')}, all levels of its broadest manifest "
-             "(without `guard_alloc`,", "an allocator that the device does not have), two samples a test, on torch "
-             f"{torch.__version__}, {datetime.date.today()}.", ""]
+    where = "a CPU" if EAGER == "cpu" else "CUDA"
+    lines = [HEAD.format(version=version("torchcts"), samples=samples, torch=torch.__version__, where=where,
+                         today=datetime.date.today())]  # fmt: skip
     lines += table.table(["suite", "passed", "failed", "skipped", "ended"], [suite.cells() for suite in [*suites, total]])
     lines += ["## What does not pass, and why", ""]
-    body = [[len(tests), why, f"{', '.join(sorted(tests)[:4])}{', ...' if len(tests) > 4 else ''}"]
+    body = [[len(tests), why, ", ".join(f"`{test}`" for test in sorted({test.partition("[")[0] for test in tests}))]
             for why, tests in sorted(reasons.items(), key=lambda item: (-len(item[1]), item[0]))]
     lines += table.table(["tests", "reason", "which"], body)
     lines += [f"Not run: `{test}`, since {why}." for test, why in cts_expected.CRASHING.items()]
@@ -187,7 +196,7 @@ def main() -> int:
         for name in args.suites.split(","):
             suites.append(how.suite(name))
             print(*suites[-1].cells(), flush=True)
-    text = page(suites, "make torchcts TORCHCTS_ARGS=--write")
+    text = page(suites, args.samples)
     if args.write:
         (ROOT / "docs" / "torchcts.md").write_text(text)
     else:

@@ -36,8 +36,6 @@ ROWS: tuple[Row, ...] = (
         "which the test then hands over as out"),
     Row("operators", "test_sparse_low_level_constructor_overloads", "without a device the op makes a tensor on the CPU, "
         "and refuses values from any other"),
-    Row("device_api", "test_event_elapsed_time*", "elapsed_time needs events with timing, which a CPU has not"),
-    Row("memory", "test_oom_recovery*", "memory is taken when ops run, so too large a tensor is an error at the barrier"),
     Row("memory", "*Caching allocator*", "memory is reused by a plan of the whole recording, not through an allocator's cache"),
     Row("workloads", "test_sdpa_nested*", "the test wants another layout than the CPU's kernels have; the numbers are the CPU's"),
     Row("strides", "test_stride_and_storage_offset_metadata*",
