@@ -30,9 +30,9 @@ SUITES = ("autograd", "compiler", "device_api", "dtypes", "errors", "generated",
           "path_shapes", "rng", "serialization", "stress", "strides", "training", "workloads")  # fmt: skip
 HEAD = """# TorchCTS
 
-Written by `make torchcts TORCHCTS_ARGS=--write`: TorchCTS {version}, all levels of its broadest manifest (without `guard_alloc`, an
-allocator that the device does not have), at most {samples} samples a test, on torch {torch} and {where}, {today}. What fails is run
-again in eager mode on the physical device, there without the exemptions that many tests have for the CPU.
+Written by `make torchcts TORCHCTS_ARGS=--write`: TorchCTS {version}, all levels of its broadest manifest (without `guard_alloc`,
+an allocator that the device does not have), at most {samples} samples a test, on torch {torch} and {where}, {today}. What fails
+is run again in eager mode on the physical device, there without the exemptions that many tests have for the CPU.
 """
 # Its opinfo modules look for the running test in the call stack for every sample that they count, and read all its metadata for
 # every op: hours, for nothing.
