@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass, field
 from typing import Sequence
 
@@ -106,12 +107,11 @@ def outlook(graph: Graph, nodes: Sequence[Node], rates: Rates) -> Outlook:
 
 def held_by_delay(graph: Graph, program: Sequence[Node], scheduled: Sequence[Node]) -> dict[SegmentCall, int]:
     """Bytes of what only waits for a delayed segment: made before it, or given, and used by nobody after it."""
-    place = {node: position for position, node in enumerate(program)}
+    delayed = delayed_calls(first_come(runs_of(program)), first_come(runs_of(scheduled)))
     first: dict[int, int] = {}
     for position, node in enumerate(scheduled):
         for index in touched(node):
             first.setdefault(index, position)
-    delayed = {call for call, start, _ in runs_of(scheduled) if call and start > place[scheduled[start]]}
     held: dict[SegmentCall, int] = {}
     for index, position in last_uses(scheduled).items():
         buffer, call = graph.buffers[index], scheduled[position].segment
@@ -121,3 +121,26 @@ def held_by_delay(graph: Graph, program: Sequence[Node], scheduled: Sequence[Nod
         if born is not call or buffer.kind is BufferKind.INPUT:
             held[call] = held.get(call, 0) + buffer.nbytes
     return held
+
+
+def delayed_calls(recorded: Sequence[SegmentCall], scheduled: Sequence[SegmentCall]) -> set[SegmentCall]:
+    """The calls that run later than recorded, the others' order taken as it is: as few as possible count as moved.
+
+    Who stays is the longest increasing subsequence of places (Schensted 1961), of several the one that runs first.
+    """
+    place = {call: number for number, call in enumerate(recorded)}
+    ends: list[int] = []  # the best last place of a subsequence of each length, from the end backwards and negated
+    chosen: list[SegmentCall] = []
+    before: dict[SegmentCall, SegmentCall | None] = {}
+    for call in reversed(scheduled):
+        number = bisect.bisect_left(ends, -place[call])
+        before[call] = chosen[number - 1] if number else None
+        ends[number:], chosen[number:] = [-place[call], *ends[number + 1 :]], [call, *chosen[number + 1 :]]
+    stays: set[SegmentCall] = set()
+    last = chosen[-1] if chosen else None
+    while last is not None:
+        stays.add(last)
+        last = before[last]
+    run = {call: number for number, call in enumerate(scheduled)}
+    return {call for call in scheduled if call not in stays and any(run[other] < run[call] and place[other] > place[call]
+                                                                   for other in stays)}

@@ -48,6 +48,13 @@ def device_index(device: torch.device | str | int | None) -> int:
     return index
 
 
+def run_recorded(index: int, kind: str, reason: str) -> None:
+    """Run what is recorded on one device. Raises RuntimeError while this thread compiles it, instead of waiting for itself."""
+    if core.compiling.now:
+        raise RuntimeError(f"{reason} in a schedule hook: it is asked while the recording is compiled that this would run")
+    core.get().barrier(index, kind, reason)
+
+
 def mark_step(device: torch.device | str | int | None = None, wait: bool = False) -> None:
     """Run what is recorded on ``device`` (None: on every index), then the step closures.
 
@@ -55,7 +62,7 @@ def mark_step(device: torch.device | str | int | None = None, wait: bool = False
     """
     native = core.get()
     for index in device_indices(device):
-        native.barrier(index, "mark_step", "lazy_backend.mark_step()")
+        run_recorded(index, "mark_step", "lazy_backend.mark_step()")
     native.count("MarkStep")
     if wait:
         wait_device_ops(device)
@@ -65,16 +72,14 @@ def mark_step(device: torch.device | str | int | None = None, wait: bool = False
 def sync(tensors: torch.Tensor | Iterable[torch.Tensor]) -> None:
     """Compute ``tensors``. What else is recorded on their devices runs with them."""
     every = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    native = core.get()
     for index in sorted({t.device.index for t in every if t.device.type == "lazysched"}):
-        native.barrier(index, "sync", "lazy_backend.sync(tensors)")
+        run_recorded(index, "sync", "lazy_backend.sync(tensors)")
 
 
 def wait_device_ops(device: torch.device | str | int | None = None) -> None:
     """Run what is recorded and wait until the physical device has finished."""
-    native = core.get()
     for index in device_indices(device):
-        native.barrier(index, "wait", "wait_device_ops()")
+        run_recorded(index, "wait", "wait_device_ops()")
         if core.physical_is_cuda():
             torch.cuda.synchronize(index)
 

@@ -12,7 +12,13 @@ import torch
 from ir_nodes import settings
 from lazy_backend import native
 
+
+class _Compiling(threading.local):
+    now = False
+
+
 _core: ModuleType | None = None
+compiling = _Compiling()  # does this thread compile a recording?
 _forked = False
 _lock = threading.RLock()
 _at_start: list[Callable[[ModuleType], None]] = []

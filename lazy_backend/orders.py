@@ -147,7 +147,15 @@ def measuring() -> bool:
 
 
 class _Untouched(TorchDispatchMode):
-    """While a recording is compiled no other can be made: an error instead of waiting for ever."""
+    """While a recording is compiled nothing else can run: an error instead of waiting for ever."""
+
+    def __enter__(self) -> Any:
+        core.compiling.now = True
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        core.compiling.now = False
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = torch.utils._pytree.tree_leaves((args, kwargs))

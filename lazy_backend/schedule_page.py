@@ -177,14 +177,13 @@ def drawn(box: Box, end: float) -> list[str]:
 
 def slopes(story: Story) -> str:
     """Recorded on the left, run on the right, a line for each segment."""
-    shapes = ['<text class="axis" x="0" y="14">recorded</text>',
-              f'<text class="axis" x="{_WIDTH}" y="14" text-anchor="end">run</text>']
+    shapes = ['<text class="axis" x="300" y="14" text-anchor="end">recorded</text><text class="axis" x="700" y="14">run</text>']
     for row in story.rows:
         name = str(row.call)
         left, right = (place * _ROW + 14 for place in row.places)
-        shapes.append(f'<g data-s="{escape(name)}"><text x="0" y="{left + 4}">{escape(name)}</text>'
-                      f'<path d="M 260 {left} C 500 {left} 500 {right} 740 {right}" fill="none" stroke="{colour(row.call)}" '
-                      f'stroke-width="3"/><text x="{_WIDTH}" y="{right + 4}" text-anchor="end">{escape(name)}</text></g>')
+        shapes.append(f'<g data-s="{escape(name)}"><text x="300" y="{left + 4}" text-anchor="end">{escape(name)}</text>'
+                      f'<path d="M 310 {left} C 500 {left} 500 {right} 690 {right}" fill="none" stroke="{colour(row.call)}" '
+                      f'stroke-width="3"/><text x="700" y="{right + 4}">{escape(name)}</text></g>')
     return f'<svg viewBox="0 0 {_WIDTH} {len(story.rows) * _ROW + 30}" role="img">{"".join(shapes)}</svg>'
 
 
@@ -213,4 +212,4 @@ def colour(call: SegmentCall) -> str:
     number = 0
     for letter in call.name:
         number = (number * 31 + ord(letter)) % 360_007
-    return f"hsl({number * 137.508 % 360:.0f} 52% {42 if call.backward else 50}%)"
+    return f"hsl({number * 137.508 % 360:.0f}, 52%, {42 if call.backward else 50}%)"

@@ -137,6 +137,18 @@ def test_a_hook_that_reads_a_tensor_does_not_hang() -> None:
     same(got, train(truth, "cpu"))
 
 
+def test_a_hook_that_ends_the_step_does_not_hang() -> None:
+    model, truth = pair(Tower)
+    name_all(model)
+
+    def ends(recorded: Recorded) -> None:
+        lazy_backend.mark_step()
+
+    with pytest.warns(RuntimeWarning, match=r"lazy_backend.mark_step\(\) in a schedule hook"), LazyScheduler(hooks=[ends]):
+        got = train(model, DEVICE)
+    same(got, train(truth, "cpu"))
+
+
 def test_what_is_no_function_is_refused() -> None:
     with pytest.raises(TypeError, match="a schedule hook is a function of the recorded segments, got 'latest'"):
         register_schedule_hook("latest")  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ import torch
 import lazy_backend
 from barriers.barrier import Barrier, BarrierKind
 from barriers.order import Ordered, order_segments
-from barriers.story import tell
+from barriers.story import delayed_calls, tell
 from barriers.wishes import Moves, Wish, wishes_of
 from ir_nodes import SegmentCall
 from ir_nodes.estimate import CPU
@@ -139,3 +139,18 @@ def test_names_are_escaped_and_an_empty_step_has_a_page() -> None:
 def test_units() -> None:
     assert [seconds(value) for value in (2.0, 0.0123, 4.5e-6)] == ["2 s", "12.3 ms", "4.5 us"]
     assert [size(value) for value in (0, 2048, 3 << 30)] == ["0 B", "2 KiB", "3 GiB"]
+
+
+MOVED = {
+    "abcd abcd": "", "abcd bacd": "a", "abcd bcda": "a", "abcd dabc": "", "abcd cdab": "ab", "ab ba": "a",
+    "abcde badce": "ac", " ": "",
+}
+
+
+@pytest.mark.parametrize("case", MOVED)
+def test_who_counts_as_delayed(case: str) -> None:
+    """Who is overtaken by one that was moved forward is not delayed."""
+    recorded, scheduled = case.split(" ")
+    calls = {name: SegmentCall(name) for name in recorded}
+    found = delayed_calls([calls[name] for name in recorded], [calls[name] for name in scheduled])
+    assert "".join(sorted(call.name for call in found)) == MOVED[case]

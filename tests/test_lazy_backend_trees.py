@@ -46,7 +46,7 @@ def check(model: nn.Module, truth: nn.Module, **options: Any) -> LazyScheduler:
     return scheduler
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(trees.trees.filter(lambda spec: not isinstance(spec, str)), st.data())
 def test_random_schedules_keep_eagers_numbers(spec: trees.Spec, data: st.DataObject) -> None:
     model, truth = pair(spec)
@@ -61,7 +61,7 @@ def test_random_schedules_keep_eagers_numbers(spec: trees.Spec, data: st.DataObj
         schedule = data.draw(st.permutations(chosen))[: data.draw(st.integers(0, len(chosen)))]
         policies = [POLICIES[name] for name in data.draw(st.lists(st.sampled_from(list(POLICIES)), unique=True, max_size=2))]
         try:
-            scheduler = check(model, truth, schedule=schedule, hooks=policies)
+            scheduler = check(model, truth, schedule=schedule, hooks=policies, debug_mode=data.draw(st.booleans()))
         except ContradictionError:
             return  # a hook against the schedule, said before anything ran
         for report in scheduler._last_step().recordings:
@@ -83,7 +83,7 @@ def may_change_places(spec: trees.Spec) -> bool:
     return not waits and bool(trees.pure_siblings(trees.build(spec)))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(trees.trees.filter(may_change_places), st.data())
 def test_legal_schedules_are_honoured_exactly(spec: trees.Spec, data: st.DataObject) -> None:
     """What is summed and shares nothing may run in any order, forward and backward."""
