@@ -175,7 +175,7 @@ def contestants(options: argparse.Namespace) -> dict[str, Callable[[], Tensor | 
         "eager": eager.as_written,
         "hand-written": by_hand.by_hand,
         "lazysched": written.as_written,
-        SCHEDULED: functools.partial(under, LazyScheduler(), scheduled.as_written),
+        SCHEDULED: scheduled.as_written,
         POLICY: functools.partial(under, LazyScheduler(hooks=[overlap_communication]), policy.as_written),
         COMMUNICATION: exchange,
         "eager alone": alone.computation,
