@@ -13,7 +13,7 @@ from lazy_backend import LazyScheduler, segment
 from tests import ranks
 from tests.test_lazy_backend_distributed import Group, mine
 
-PROGRAMS = 30
+PROGRAMS = 40
 
 
 def cut(rng: random.Random, x: torch.Tensor) -> None:
@@ -83,8 +83,10 @@ def run(seed: int, device: str, group: Group, scheduled: bool) -> list[torch.Ten
                 for _ in range(rng.randint(1, 6)):
                     exchange(rng, pool, group) if rng.random() < 0.5 else compute(rng, pool)
             reader = rng.randrange(8)
-            if not scheduled and reader == dist.get_rank():  # this rank cuts its program, the other does not
-                pool[0].sum().item()
+            if reader < 2 and (scheduled or reader == dist.get_rank()):  # without a schedule one rank alone may cut its program
+                rng.choice(pool).sum().item()
+            elif reader < 2:
+                rng.choice(pool)
     return pool
 
 
