@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import lazy_backend
-from lazy_backend import LazyScheduler, flush, register_segment, register_segment_backward_pre_hook
+from lazy_backend import LazyScheduler, flush, register_segment, register_segment_backward_pre_hook, register_segments
 from tests import ranks
 
 Group = Any
@@ -84,6 +84,41 @@ def check_schedule() -> None:
     assert products[2][0] < starts[2] < products[2][1] and third[waits[2] + 1] == "mul" and waits[2] > products[2][2], third
 
 
+class Split(torch.nn.Module):
+    """A collective that `issue` starts and `use` waits for, with `dense` between them."""
+
+    def issue(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        out = x * 2
+        return out, dist.all_reduce(out, async_op=True)
+
+    def dense(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ x).tanh()
+
+    def use(self, out: torch.Tensor, work: Any, dense: torch.Tensor) -> torch.Tensor:
+        work.wait()
+        return out.sin() + dense
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dense = self.dense(x)
+        out, work = self.issue(x)
+        return self.use(out, work, dense)
+
+
+def check_issued_here_and_waited_for_there() -> None:
+    model = Split()
+    x = torch.arange(16.0).view(4, 4) / 16 * (1 + dist.get_rank())
+    other = torch.arange(16.0).view(4, 4) / 16 * (2 - dist.get_rank())
+    wanted = (2 * x + 2 * other).sin() + (x @ x).tanh()
+    register_segments(model, {"issue": "issue", "dense": "dense", "use": "use"})
+    seen = len(orders)
+    for schedule in (["dense", "issue", "use"], ["issue", "dense", "use"]):
+        with LazyScheduler(schedule=schedule, strict=True) as scheduler:
+            assert torch.equal(model(x.to("lazysched")).cpu(), wanted)
+        assert scheduler.recorded_execution_order() == schedule
+    assert orders[seen:] == [["mm", "tanh", "mul", "all_reduce_", "wait", "sin", "add"],
+                             ["mul", "all_reduce_", "mm", "tanh", "wait", "sin", "add"]]
+
+
 def exchange(names: str, group: Group, extra: int = 0) -> torch.Tensor:
     """The collectives that the letters of ``names`` stand for, then ``extra`` ops, so that it is another recording."""
     x = torch.arange(8.0).to("lazysched")
@@ -144,6 +179,7 @@ def check_cached(group: Group) -> None:
 
 def check_all() -> None:
     check_schedule()
+    check_issued_here_and_waited_for_there()
     groups = [dist.new_group() for _ in range(2)]
     check_new_plans(groups[0])
     check_cached(groups[1])

@@ -53,6 +53,7 @@ class Question:
     waiting: list[int]
     agreed: int
     done: threading.Event = field(default_factory=threading.Event)
+    late: bool = False  # nobody waits for the answers any more
 
 
 class Agreement:
@@ -95,6 +96,7 @@ class Agreement:
         with self._lock:
             self._open.append(question)
         answered = question.done.wait(self._patience)
+        question.late = not answered
         self._agreed = question.agreed if answered else self._until
         self.raise_if_broken()
 
@@ -152,8 +154,7 @@ class Agreement:
         while self._store.check([f"message/{self._asked}"]):
             rank, number, about = json.loads(self._store.get(f"message/{self._asked}"))
             if number < 0 and not self._broken:
-                self._broken = about  # this rank may wait in a collective already, so it says so now
-                print(f"lazysched, rank {self._rank}: {about}", file=sys.stderr, flush=True)
+                self._break(about, tell=True)
             elif number >= 0 and self._rank in about and rank != self._rank:
                 self._unanswered.append((f"answer/{self._asked}/{self._rank}", number))
             self._asked += 1
@@ -161,6 +162,12 @@ class Agreement:
         self._unanswered = [one for one in self._unanswered if not self._answer(*one)]
         self._listen()
         return pause
+
+    def _break(self, text: str, tell: bool) -> None:
+        """``tell``: the thread that runs programs may wait in a collective already, so say it here."""
+        self._broken = text
+        if tell:
+            print(f"lazysched, rank {self._rank}: {text}", file=sys.stderr, flush=True)
 
     def _answer(self, key: str, number: int) -> bool:
         with self._lock:
@@ -189,8 +196,9 @@ class Agreement:
         question.waiting.remove(rank)
         for at, (mine, other) in enumerate(zip(question.mine, theirs)):
             if mine[0] != other[0]:
-                self._broken = describe(self._name, question.number + at, {self._rank: question.mine[at:], rank: theirs[at:]})
-                self._post([self._rank, -1, self._broken])
+                text = describe(self._name, question.number + at, {self._rank: question.mine[at:], rank: theirs[at:]})
+                self._post([self._rank, -1, text])
+                self._break(text, tell=question.late)
                 return
         question.agreed = min(question.agreed, question.number + len(theirs))
 
