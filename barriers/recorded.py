@@ -122,7 +122,7 @@ def describe_calls(graph: Graph, runs: Sequence[Run], before: list[list[int]], c
     """What a hook is told of each call, in recorded order; with ``owner``, of the calls under that scheduler."""
     told: dict[SegmentCall, RecordedSegment] = {}
     for call in first_come(runs):
-        if owner in (None, call.owner):
+        if owner is None or owner in call.owners:
             around = told.get(call.parent) if call.parent else None
             told[call] = RecordedSegment(call.name, call.backward, call.call, around)
             if around is not None:

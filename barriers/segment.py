@@ -37,7 +37,7 @@ class Segments:
         self._named: dict[str, Segment] = {}
         self._hooks: dict[int, Wish] = {}
         self._hook_numbers = itertools.count()
-        self._calls: dict[tuple[str, bool, int, int, int], int] = {}
+        self._calls: dict[tuple[str, bool, int, int, tuple[int, ...]], int] = {}
         self.calls: list[SegmentCall | None] = [None]
 
     def add(self, segment: Segment) -> None:
@@ -114,14 +114,14 @@ class Segments:
         with self._lock:
             return list(self._hooks.values())
 
-    def call(self, name: str, backward: bool, call: int, parent: int, owner: int) -> int:
-        """The number of this call of a segment inside call ``parent`` (0: in none), under scheduler ``owner`` (0: none)."""
-        key = (name, backward, call, parent, owner)
+    def call(self, name: str, backward: bool, call: int, parent: int, owners: tuple[int, ...]) -> int:
+        """The number of this call of a segment inside call ``parent`` (0: in none), under the schedulers ``owners``."""
+        key = (name, backward, call, parent, owners)
         number = self._calls.get(key)  # without the lock: this runs at every call of a segment
         if number is not None:
             return number
         with self._lock:
             if key not in self._calls:
-                self.calls.append(SegmentCall(name, backward, call, self.calls[parent], owner))
+                self.calls.append(SegmentCall(name, backward, call, self.calls[parent], owners))
                 self._calls[key] = len(self.calls) - 1
             return self._calls[key]

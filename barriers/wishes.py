@@ -79,7 +79,8 @@ def _walk(start: str, after: dict[str, dict[str, Wish]], path: list[Wish], names
 def pairs(wish: Wish, calls: dict[str, list[SegmentCall]]) -> list[tuple[SegmentCall, SegmentCall]]:
     """The calls that ``wish`` is about: the n-th with the n-th; one that ran once is paired with every call of the other."""
     left, right = (
-        [call for call in calls.get(name, []) if wish.owner in (None, call.owner)] for name in (wish.earlier, wish.later)
+        [call for call in calls.get(name, []) if wish.owner is None or wish.owner in call.owners]
+        for name in (wish.earlier, wish.later)
     )
     if len(left) == 1 or len(right) == 1:
         return [(a, b) for a in left for b in right]

@@ -44,7 +44,7 @@ class SegmentCall:
     backward: bool = False
     call: int = 0
     parent: SegmentCall | None = None
-    owner: int = 0  # the scheduler that it ran under; 0: none
+    owners: tuple[int, ...] = ()  # the schedulers that it ran under, outermost first
 
     def chain(self) -> Iterator[SegmentCall]:
         """This call, then those around it, innermost first."""

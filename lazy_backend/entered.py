@@ -35,7 +35,8 @@ class _Thread(threading.local):
     """What runs in this thread: numbers of `Segments.calls`."""
 
     def __init__(self) -> None:
-        self.forward = self.backward = self.owner = 0
+        self.forward = self.backward = 0
+        self.owners: tuple[int, ...] = ()  # the schedulers in force here, outermost first
         self.step = self.recording = -1
         self.step_calls: dict[Part, int] = {}
         self.calls: dict[str, int] = {}
@@ -50,7 +51,7 @@ class _Thread(threading.local):
     def number(self, segment: Segment, parent: int) -> int:
         """The number of the next call of ``segment`` inside call ``parent``."""
         call = self.calls[segment.name] = self.calls.get(segment.name, -1) + 1
-        return segments.call(segment.name, segment.backward, call, parent, self.owner)
+        return segments.call(segment.name, segment.backward, call, parent, self.owners)
 
 
 thread = _Thread()
@@ -82,7 +83,7 @@ def enter(part: Part) -> Before | None:
 
 
 def run(part: Part) -> bool:
-    thread.renew(Steps.numbers.get(thread.owner, 0), Steps.recordings)
+    thread.renew(Steps.numbers.get(thread.owners[0] if thread.owners else 0, 0), Steps.recordings)
     call = thread.step_calls.get(part, 0)
     thread.step_calls[part] = call + 1
     forward, backward = part.pick(False, call), part.pick(True, call)

@@ -36,7 +36,7 @@ def waiting_names(wish: Wish, present: set[str]) -> Iterable[str]:
 
 
 def is_held(call: SegmentCall, waiting: set[tuple[str, int | None]]) -> bool:
-    return any((one.name, owner) in waiting for one in call.chain() for owner in (None, one.owner))
+    return any((one.name, owner) in waiting for one in call.chain() for owner in (None, *one.owners))
 
 
 def split(graph: Graph, recording: Recording) -> Held:

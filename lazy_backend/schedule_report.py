@@ -25,6 +25,9 @@ class StepReport:
     ran: Sequence[tuple[Ordered, Barrier]]
     foreign: frozenset[int] = frozenset()
 
+    def is_own(self, call: SegmentCall) -> bool:
+        return self.foreign.isdisjoint(call.owners)
+
     @property
     def recordings(self) -> list[Ordered]:
         return [report for report, _ in self.ran]
@@ -32,16 +35,16 @@ class StepReport:
     @property
     def recorded(self) -> list[SegmentCall]:
         """In the program's order, each once."""
-        return list(dict.fromkeys(call for report, _ in self.ran for call in report.recorded if call.owner not in self.foreign))
+        return list(dict.fromkeys(call for report, _ in self.ran for call in report.recorded if self.is_own(call)))
 
     @property
     def scheduled(self) -> list[SegmentCall]:
         """In the order in which they ran."""
-        return [call for report, _ in self.ran for call in report.scheduled if call.owner not in self.foreign]
+        return [call for report, _ in self.ran for call in report.scheduled if self.is_own(call)]
 
     @property
     def refusals(self) -> list[Refusal]:
-        return [one for report, _ in self.ran for one in report.refusals if one.earlier.owner not in self.foreign]
+        return [one for report, _ in self.ran for one in report.refusals if self.is_own(one.earlier)]
 
     @property
     def problems(self) -> list[str]:

@@ -19,6 +19,7 @@ from barriers.order import Ordered
 from barriers.recorded import Ask
 from barriers.refusals import Refusal
 from barriers.wishes import check, wishes_of
+from ir_nodes import SegmentCall
 from lazy_backend import api, core, orders
 from lazy_backend.entered import Steps, segments, thread
 from lazy_backend.schedule_page import page
@@ -45,12 +46,12 @@ class LazyScheduler:
 
     ``hooks``: schedule hooks such as `min_peak_memory`, asked about what this scheduler's segments record; see
     `register_schedule_hook`. Data flow always wins: where it forbids an order, the numbers are right and `report` says which
-    tensor forbade it; with ``strict`` the region ends with ScheduleError. ``start`` and ``stop`` serve a whole run. It holds for
-    what its own thread calls, and begins anew with every step. ``debug_mode`` also runs each recording in both orders on copies
-    of its inputs, and compares every result to the last bit: ScheduleError, and a warning at once, name the first that differs.
-    That takes three times as long, and memory for every result. ``measure`` times each segment on the device for `report`; then
-    segments share no kernels, and each costs some microseconds more. Raises SegmentError for an unknown name,
-    ContradictionError for a circle.
+    tensor forbade it; with ``strict`` the region ends with ScheduleError. ``start`` and ``stop`` serve a whole run. It holds
+    for what its own thread calls, and begins anew with every step; one inside another adds to it. ``debug_mode`` also runs each
+    recording in both orders on copies of its inputs, and compares every result to the last bit: ScheduleError, and a warning at
+    once, name the first that differs. That takes three times as long, and memory for every result. ``measure`` times each
+    segment on the device for `report`; then segments share no kernels, and each costs some microseconds more. Raises
+    SegmentError for an unknown name, ContradictionError for a circle.
     """
 
     def __init__(self, schedule: Sequence[str] | None = None, *, hooks: Sequence[Ask] = (), strict: bool = False,
@@ -64,14 +65,15 @@ class LazyScheduler:
         self._steps: list[list[tuple[Ordered, Barrier]]] = [[]]  # what the last finished step ran, then what this one did
         self._warned: set[str] = set()
         self._foreign: set[int] = set()  # owners of the schedulers of other threads
-        self._outer = self._thread = self.owner = 0
+        self._thread = self.owner = 0
 
     def start(self) -> LazyScheduler:
         """From now on this thread's segments follow the schedule."""
         for name in self.schedule:
             if name not in segments and not is_written_in_code(name):
                 segments.get(name)  # raises, and says what may have been meant
-        check([*self._wishes, *segments.hooks()])
+        outer = [wish for one in _active if one._thread == threading.get_ident() for wish in one._wishes]
+        check([*self._wishes, *outer, *segments.hooks()])
         self._thread = threading.get_ident()
         with _lock:
             asked = self._demands.key()
@@ -82,7 +84,8 @@ class LazyScheduler:
         self._demands = self._demands.of(self.owner)
         self._wishes = list(self._demands.wishes)
         orders.enforce(self.owner, self._demands)
-        self._outer, thread.owner = thread.owner, self.owner
+        if self.owner not in thread.owners:
+            thread.owners = (*thread.owners, self.owner)
         return self
 
     def stop(self) -> None:
@@ -93,8 +96,8 @@ class LazyScheduler:
             for index in range(core.device_count()):
                 core.get().barrier(index, BarrierKind.SCHEDULE.label, "LazyScheduler ended")
         _active.remove(self)
-        thread.owner = self._outer
         if not any(one.owner == self.owner for one in _active):
+            thread.owners = tuple(owner for owner in thread.owners if owner != self.owner)
             orders.enforce(self.owner, None)
         step = self._last_step()
         if step.differences and self._demands.debug:
@@ -120,11 +123,14 @@ class LazyScheduler:
 
     def note(self, barrier: Barrier, report: Ordered | None) -> None:
         self._foreign |= {one.owner for one in _active if one._thread != self._thread}
-        if report is not None and not all(call.owner in self._foreign for call in report.recorded):
+        if report is not None and not (report.recorded and all(map(self._is_foreign, report.recorded))):
             self._steps[-1].append((report, barrier))
-        if barrier.kind in STEP_ENDS and self._steps[-1] and thread.owner not in self._foreign:
+        if barrier.kind in STEP_ENDS and self._steps[-1] and self._foreign.isdisjoint(thread.owners):
             self._miss()
             self._steps = [self._steps[-1], []]
+
+    def _is_foreign(self, call: SegmentCall) -> bool:
+        return not self._foreign.isdisjoint(call.owners)
 
     def _miss(self) -> None:
         ran = {call.name for report, _ in self._steps[-1] for call in report.recorded}
@@ -183,7 +189,7 @@ def holds(code: types.CodeType, text: str) -> bool:
 
 def note(barrier: Barrier, order: int) -> None:
     if barrier.kind in STEP_ENDS:
-        for owner in {0, thread.owner}:
+        for owner in {0, *thread.owners}:
             Steps.numbers[owner] = Steps.numbers.get(owner, 0) + 1
     report = orders.report(order)
     for problem in [*report.problems, report.difference] if report else ():

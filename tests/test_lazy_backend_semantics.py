@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import lazy_backend
+from barriers.wishes import ContradictionError
 from lazy_backend import LazyScheduler, ScheduleError, register_segment, segment
 from lazy_backend.entered import segments
 from tests.device import DEVICE
@@ -135,6 +136,34 @@ def test_each_thread_has_a_scheduler_of_its_own() -> None:
         train(truth, "cpu", steps=1)
         same(got[number], train(truth, "cpu", steps=1))
         assert orders[number] == [f"{name}{number}" for name in (("one", "two") if number == 2 else ("two", "one"))]
+
+
+def test_schedulers_of_one_thread_add_up() -> None:
+    """As one for each device of a program: what the outer asks for holds inside the inner, and one may end before the other."""
+    pairs = [pair(Tower) for _ in range(2)]
+    for number, (model, _) in enumerate(pairs):
+        register_segment(model.func1, f"one{number}")
+        register_segment(model.func2, f"two{number}")
+
+    def step() -> list[torch.Tensor]:
+        outs = [model(torch.ones(4, 6, device=DEVICE)).detach() for model, _ in pairs]
+        lazy_backend.mark_step()
+        return outs
+
+    outer = LazyScheduler(schedule=["two0", "one0"], strict=True).start()
+    with LazyScheduler(schedule=["two1", "one1"], strict=True) as inner:
+        both = step()
+        assert inner.recorded_execution_order() == outer.recorded_execution_order() == ["two0", "one0", "two1", "one1"]
+        outer.stop()
+        step()
+        assert inner.recorded_execution_order() == ["one0", "two0", "two1", "one1"]
+        with pytest.raises(ContradictionError, match="one1 before two1 .* two1 before one1|two1 before one1 .* one1 before two1"):
+            LazyScheduler(schedule=["one1", "two1"]).start()
+    same(both, [truth(torch.ones(4, 6)).detach() for _, truth in pairs])
+    step()
+    with LazyScheduler() as plain:
+        step()
+    assert plain.recorded_execution_order() == ["one0", "two0", "one1", "two1"]
 
 
 def test_threads_that_share_a_device_keep_eagers_numbers() -> None:
