@@ -175,5 +175,5 @@ def test_scheduling_grows_linearly() -> None:
             assert len(report.honoured) == 100 and not report.refusals
         return min(times)
 
-    small, large = seconds(4_000), seconds(40_000)
+    small, large = seconds(2_000), seconds(20_000)
     assert large < 25 * small, (small, large)
