@@ -53,7 +53,7 @@ def run_at_once(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     """``op`` on the physical device. Raises what it raises there, and RuntimeError where the arguments' devices differ."""
     core.get().count(f"aten::{op._opname}")
     twins: list[tuple[Tensor, Tensor]] = []
-    with torch._C._AutoDispatchBelowAutograd(), torch.no_grad():
+    with torch._C._AutoDispatchBelowAutograd():
         below, named = pytree.tree_map(functools.partial(_lower, twins), (args, kwargs))
         given = [leaf for leaf in pytree.tree_leaves((below, named)) if isinstance(leaf, Tensor)]
         if not any(word in op._opname for word in ("copy", "nested", "quantize")):  # a nested tensor keeps its sizes on the CPU
@@ -87,7 +87,10 @@ def _lower(twins: list[tuple[Tensor, Tensor]], value: Any) -> Any:
     for lazy, twin in twins:
         if lazy is value:
             return twin
-    twins.append((value, moved(value, _physical(value.device))))
+    twin = moved(value, _physical(value.device))
+    if value.requires_grad:  # some kernels leave results out that only a backward reads
+        twin.requires_grad_()
+    twins.append((value, twin))
     return twins[-1][1]
 
 

@@ -46,6 +46,13 @@ def sparse_autograd(make: Call) -> Call:
     return run
 
 
+def reduced_autograd(d: str) -> list[torch.Tensor]:
+    """The kernel gives the places of maxima only to those who want gradients, and crashes where backward has none."""
+    left, right = csr(d).requires_grad_(), torch.arange(6.0).reshape(3, 2).to(d).requires_grad_()
+    (torch.sparse.mm(left, right, "amax") * torch.arange(4.0, device=d).view(2, 2)).sum().backward()
+    return [left.grad, right.grad]
+
+
 def values_autograd(d: str) -> torch.Tensor:
     values = torch.tensor([1.0, 2.0], device=d, requires_grad=True)
     made = torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 0]], device=d), values, (2, 2))
@@ -109,6 +116,7 @@ SPARSE: dict[str, Call] = {
     "blocks": lambda d: [ones(d, 4, 4).to_sparse_bsr((2, 2)), ones(d, 4, 4).to_sparse_bsc((2, 2))],
     "sampled_addmm": lambda d: torch.sparse.sampled_addmm(csr(d), ones(d, 2, 2), ones(d, 2, 3)),
     "csr autograd": sparse_autograd(csr),
+    "reduced product, autograd": reduced_autograd,
     "spdiags": lambda d: torch.sparse.spdiags(ones(d, 3, 3), torch.tensor([0, 1, 2], device=d), (3, 3)),
 }
 
