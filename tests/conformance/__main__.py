@@ -24,6 +24,11 @@ from tests.conformance import shards, table
 FOLDER = Path(__file__).parent
 
 
+def default_table() -> Path:
+    """docs/conformance.md, or docs/conformance-cuda.md on a GPU."""
+    return shards.ROOT / "docs" / ("conformance-cuda.md" if core.physical_is_cuda() else "conformance.md")
+
+
 class Names:
     """A pytest plugin that notes which tests there are."""
 
@@ -49,7 +54,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="default: one a core")
     parser.add_argument("--patience", type=float, default=900, help="seconds after which a silent process is ended")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so long; the table says how much was run")
-    parser.add_argument("--table", type=Path, default=shards.ROOT / "docs" / "conformance.md", help="where the table goes")
+    parser.add_argument("--table", type=Path, default=default_table(), help="where the table goes")
     parser.add_argument("--log", type=Path, help="a file for every result, as JSON lines, written as tests end")
     parser.add_argument("--resume", action="store_true", help="run only what --log does not show as passed, expected or skipped")
     parser.add_argument("-k", dest="keyword", default="", help="only tests whose names match, as in pytest; writes no table")
