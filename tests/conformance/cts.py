@@ -60,11 +60,12 @@ class Suite:
     in_eager: set[str] = field(default_factory=set)  # those that fail in eager mode on the physical device too
 
     def cells(self) -> list[object]:
-        return [self.name, *(self.counts[outcome] for outcome in ("passed", "failed", "skipped")), self.ended]
+        ended = self.ended or ("" if self.counts.total() else "it has no tests for this device")
+        return [self.name, *(self.counts[outcome] for outcome in ("passed", "failed", "skipped")), ended]
 
     def reason(self, test: str) -> str:
         """Why it fails; "" where that is not known."""
-        eager = f"eager mode on the {EAGER} fails it too" if test in self.in_eager else ""
+        eager = f"eager mode on the physical device, {EAGER}, fails it too" if test in self.in_eager else ""
         return cts_expected.reason(self.name, test.rpartition("::")[2], self.failures[test]) or eager
 
 
@@ -168,12 +169,19 @@ def page(suites: list[Suite], samples: int) -> str:
                          today=datetime.date.today())]  # fmt: skip
     lines += table.table(["suite", "passed", "failed", "skipped", "ended"], [suite.cells() for suite in [*suites, total]])
     lines += ["## What does not pass, and why", ""]
-    body = [[len(tests), why, ", ".join(f"`{test}`" for test in sorted({test.partition("[")[0] for test in tests}))]
+    body = [[len(tests), why, some({test.partition("[")[0] for test in tests})]
             for why, tests in sorted(reasons.items(), key=lambda item: (-len(item[1]), item[0]))]
     lines += table.table(["tests", "reason", "which"], body)
+    left = [name for name in SUITES if name not in {suite.name for suite in suites}]
+    lines += [f"Suites that were not run: {', '.join(left)}.", ""] if left else []
     lines += [f"Not run: `{test}`, since {why}." for test, why in cts_expected.CRASHING.items()]
     lines += [f"No test fails any more by: {row.suite}, {row.pattern}" for row in idle(suites)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def some(tests: set[str], most: int = 6) -> str:
+    more = f" and {len(tests) - most} more" if len(tests) > most else ""
+    return ", ".join(f"`{test}`" for test in sorted(tests)[:most]) + more
 
 
 def idle(suites: list[Suite]) -> list[cts_expected.Row]:
