@@ -38,8 +38,8 @@ ROWS: tuple[Row, ...] = (
     Row("_renorm_lazysched_complex64", "its backward accumulates in what the device's name says: in complex128 off CUDA, where "
         "no element equals the largest any more", "https://github.com/pytorch/pytorch/blob/v2.11.0/torch/csrc/autograd/"
         "FunctionsManual.cpp", device="cuda"),
-    Row("test_values_linalg_vector_norm_lazysched_float16", "a float exponent is an input here, so that x ** 3.0 rounds once where "
-        "eager mode rounds after each product", device="cuda"),
+    Row("test_values_linalg_vector_norm_lazysched_float16", "a float exponent is an input here, so that x ** 3.0 rounds once "
+        "where eager mode rounds after each product", device="cuda"),
     Row("test_out_multinomial_lazysched_*", "eager mode gives `out` other strides than it has", device="cuda", skip=True),
     Row("_*__rmod___lazysched_int64", "a sample divides by zero, which gives nothing certain on CUDA", device="cuda"),
     Row("test_dtypes_nn_functional_rms_norm_lazysched_*", "eager mode has a fused kernel for CUDA that takes integers",
