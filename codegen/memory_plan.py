@@ -1,4 +1,4 @@
-"""Places values in slots and says when each slot is made and freed. Imports `ir_nodes` only.
+"""Places values in slots and says when each slot is made and freed. Imports `ir_nodes` and `codegen.kernel`.
 
 A slot is a piece of device memory while a program runs. Every value of a buffer lives in its buffer's slot: a write
 through a layout happens in place, which is right because steps keep each reader of an old value before the write that
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Sequence
 
+from codegen.kernel import KernelStep, Temporary
 from ir_nodes import BufferKind, Graph, Node
 
 
@@ -65,6 +66,13 @@ def lifetimes(uses: Sequence[StepUse], buffers: int) -> tuple[dict[int, int], di
             first.setdefault(slot, step)
             last[slot] = step
     return first, last
+
+
+def kernel_use(step: KernelStep) -> StepUse:
+    """What a launch touches."""
+    touched = dict.fromkeys((*step.reads, *step.writes))
+    buffers = dict.fromkeys(item.buffer.index for item in touched if not isinstance(item, Temporary))
+    return StepUse(tuple(buffers), (), tuple(item.id for item in touched if isinstance(item, Temporary)))
 
 
 def node_use(node: Node) -> StepUse:

@@ -12,7 +12,7 @@ from codegen.executable import Emit, Program, emit_call
 from codegen.fuse import plan
 from codegen.interpreted import Interpreted, launch
 from codegen.kernel import Kernel, KernelArg, KernelStep, Pointer, Scalar, Size, Temporary
-from codegen.memory_plan import StepUse
+from codegen.memory_plan import kernel_use
 from codegen.triton_compile import Compiled, KernelCompileError, compile_kernel, interpret, write_source
 from codegen.tuning import HOPPER, INTERPRETER
 from ir_nodes import Graph
@@ -77,12 +77,6 @@ def show(kernel: Kernel, context: Context) -> None:
         context.show(f"# {path}\n{kernel.source}")
 
 
-def use_of(step: KernelStep) -> StepUse:
-    touched = dict.fromkeys((*step.reads, *step.writes))
-    buffers = dict.fromkeys(item.buffer.index for item in touched if not isinstance(item, Temporary))
-    return StepUse(tuple(buffers), (), tuple(item.id for item in touched if isinstance(item, Temporary)))
-
-
 def written(step: KernelStep) -> tuple[int, ...]:
     return tuple(dict.fromkeys(item.buffer.index for item in step.writes if not isinstance(item, Temporary)))
 
@@ -94,7 +88,7 @@ def emit_launch(step: KernelStep, compiled: Compiled, scratch: dict[int, int]) -
     def add(program: Program) -> None:
         program.launch(compiled.function, step.grid, 32 * compiled.num_warps, compiled.shared, args, instr)
 
-    return Emit(use_of(step), written(step), add, step.nodes)
+    return Emit(kernel_use(step), written(step), add, step.nodes)
 
 
 def launch_arg(arg: KernelArg, scratch: dict[int, int]) -> tuple[str, int, int]:
@@ -118,4 +112,4 @@ def emit_interpreted(step: KernelStep, kernel: Interpreted, base: int) -> Emit:
         with _lock:  # the interpreter changes triton.language while it runs
             launch(step, kernel, memory, scratch, scalars)
 
-    return Emit(use_of(step), written(step), lambda program: program.python(run, step.nodes[0].instr), step.nodes)
+    return Emit(kernel_use(step), written(step), lambda program: program.python(run, step.nodes[0].instr), step.nodes)

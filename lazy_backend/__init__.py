@@ -21,6 +21,7 @@ from lazy_backend import schedule_file as _schedule_file
 from lazy_backend.api import barriers, mark_step, stats, sync, wait_device_ops
 from lazy_backend.device import register
 from lazy_backend.distributed import group as _group
+from lazy_backend.explain import explain
 from lazy_backend.orders import register_schedule_hook
 from lazy_backend.report import metrics_report
 from lazy_backend.scheduler import LazyScheduler, ScheduleError
@@ -40,7 +41,7 @@ _schedule_file.install()
 
 __all__ = [
     "Before", "Early", "Late", "LazyScheduler", "Overlap", "Recorded", "RecordedSegment", "ScheduleError", "barriers", "debug",
-    "earliest", "latest", "mark_step", "metrics_report", "min_peak_memory", "overlap_communication", "program_order",
+    "earliest", "explain", "latest", "mark_step", "metrics_report", "min_peak_memory", "overlap_communication", "program_order",
     "register_schedule_hook", "register_segment", "register_segment_backward_hook", "register_segment_backward_pre_hook",
     "register_segment_forward_hook", "register_segment_forward_pre_hook", "register_segments", "segment", "stats", "sync",
     "wait_device_ops",

@@ -23,6 +23,10 @@ before_first_run: list[Callable[[Graph], None]] = []
 """Called with each new graph that has collectives, in the order in which it is about to run; may raise."""
 
 
+watchers: list[Callable[[Graph], None]] = []
+"""Called with each new graph as it is handed to the engine; for `explain`."""
+
+
 def compile_recording(native: ModuleType, recording: Recording, device: int) -> Program:
     """The program for ``recording`` on device ``device``. Runs once per cache miss, under the GIL."""
     now = settings.current()
@@ -40,6 +44,8 @@ def compile_recording(native: ModuleType, recording: Recording, device: int) -> 
             check(graph)
     if "graph" in now.debug:
         print(printer.text(graph), file=sys.stderr)
+    for watch in watchers:
+        watch(graph)
     program: Program = native.Program()
     program.order = ordered
     program.rest, program.kept = held.rest, held.kept

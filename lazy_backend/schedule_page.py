@@ -1,4 +1,4 @@
-"""What became of a schedule, as one HTML page without a network. Imports `barriers` and `lazy_backend.schedule_report`."""
+"""What became of a schedule, as one HTML page without a network. Imports `barriers`, `page` and `schedule_report`."""
 
 from __future__ import annotations
 
@@ -7,46 +7,10 @@ from typing import Iterable, Sequence
 
 from barriers.story import Box, Outlook, Story
 from ir_nodes import SegmentCall
+from lazy_backend.page import document
 from lazy_backend.schedule_report import StepReport, seconds, size
 
 _WIDTH, _LANE, _ROW = 1000, 30, 24
-_STYLE = """
-:root { color-scheme: light dark; --back: #fbfbf9; --card: #fff; --ink: #1d1d22; --soft: #6b6b76; --line: #e3e2dd;
-  --idle: #c9c8c2; --good: #2e7d4f; --bad: #b3372f; --part: #a86a00; }
-@media (prefers-color-scheme: dark) { :root { --back: #16161a; --card: #1f1f25; --ink: #ececf1; --soft: #9a9aa6;
-  --line: #32323b; --idle: #4a4a55; --good: #6fcf97; --bad: #f2857c; --part: #f0b357; } }
-* { box-sizing: border-box }
-body { margin: 0 auto; max-width: 1120px; padding: 2rem 1.25rem 4rem; background: var(--back); color: var(--ink);
-  font: 15px/1.5 system-ui, sans-serif }
-h1 { font-size: 1.5rem; margin: 0 0 1rem }
-h2 { font-size: 1.05rem; margin: 2.2rem 0 .6rem }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(210px, 1fr)); gap: .8rem }
-.tile, .box { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: .8rem 1rem }
-.tile b { display: block; font-size: 1.35rem; font-weight: 600; font-variant-numeric: tabular-nums }
-.tile span, .soft, figcaption { color: var(--soft); font-size: .86rem }
-.scroll { overflow-x: auto }
-svg { display: block; width: 100%; height: auto }
-figure { margin: 0 0 1rem }
-svg text { font: 12px system-ui, sans-serif; fill: var(--ink) }
-svg .in { fill: #fff; font-size: 11px; pointer-events: none }
-svg .axis { fill: var(--soft) }
-.lane { fill: var(--line); opacity: .45 }
-.none { fill: var(--idle) }
-[data-s] { transition: opacity .12s }
-.dim [data-s]:not(.on) { opacity: .18 }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
-th { font-weight: 500; color: var(--soft) }
-th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap }
-th:first-child, td:first-child { text-align: left }
-.dot { display: inline-block; width: .7em; height: .7em; border-radius: 3px; margin-right: .5em }
-ul { list-style: none; padding: 0; margin: 0 }
-li { padding: .35rem 0; border-bottom: 1px solid var(--line) }
-li:last-child { border: 0 }
-.good { color: var(--good) }
-.bad { color: var(--bad) }
-.part { color: var(--part) }
-code { font: 13px ui-monospace, monospace }
-"""
 _SCRIPT = """
 const all = (query, root = document) => [...root.querySelectorAll(query)];
 for (const part of all("[data-s]")) {
@@ -81,9 +45,7 @@ def page(step: StepReport) -> str:
         parts.append(recording(story, which))
     if len(stories) < len(step.recordings):
         parts.append('<p class="soft">Pictures of older recordings are not kept: ask for the report sooner after the step.</p>')
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Schedule</title>'
-    body = f"{''.join(parts)}<script>{_SCRIPT}</script>"
-    return f'<!doctype html><html lang="en"><head>{head}<style>{_STYLE}</style></head><body>{body}</body></html>\n'
+    return document("Schedule", "".join(parts), _SCRIPT)
 
 
 def tiles(step: StepReport, stories: Sequence[Story]) -> str:

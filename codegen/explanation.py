@@ -1,0 +1,100 @@
+"""What a plan does, as facts for people: steps with their bytes, what was refused, and memory over time. Imports `ir_nodes` and
+codegen's planning modules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from codegen.kernel import ExternStep, KernelStep, Plan, Temporary
+from codegen.memory_plan import StepUse, kernel_use, node_use, plan_memory
+from ir_nodes import Graph, Node, Value
+from ir_nodes.estimate import Rates, cost
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """One launch or ATen call. Bytes are those that it moves; ``alone``: what its ops would move if each ran by itself.
+
+    ``seconds``: an estimate, see `ir_nodes.estimate`. ``why``: why ATen runs it, "" for a kernel.
+    """
+
+    name: str
+    nodes: tuple[Node, ...]
+    read: int
+    written: int
+    alone: int
+    seconds: float
+    why: str = ""
+
+    @property
+    def is_kernel(self) -> bool:
+        return not self.why
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A graph's steps in the order in which they run. ``held``: bytes in use while each runs, inputs and results included.
+
+    ``refusals``: pairs of ops that could not share a kernel, counted by (first, second, reason).
+    """
+
+    steps: tuple[StepFacts, ...]
+    held: tuple[int, ...]
+    refusals: tuple[tuple[tuple[str, str, str], int], ...]
+
+    @property
+    def kernels(self) -> int:
+        return sum(step.is_kernel for step in self.steps)
+
+    @property
+    def ops(self) -> int:
+        return len({node for step in self.steps for node in step.nodes})
+
+    @property
+    def moved(self) -> int:
+        return sum(step.read + step.written for step in self.steps)
+
+    @property
+    def seconds(self) -> float:
+        return sum(step.seconds for step in self.steps)
+
+
+def explain(graph: Graph, plan: Plan, rates: Rates) -> Explanation:
+    """The facts of ``plan``, which was made for ``graph``, on a machine of ``rates``."""
+    counted = Counter((refusal.first.name, refusal.second.name, refusal.reason) for refusal in plan.refusals)
+    steps = tuple(facts(step, rates) for step in plan.steps)
+    return Explanation(steps, held_bytes(graph, plan), tuple(counted.most_common()))
+
+
+def facts(step: KernelStep | ExternStep, rates: Rates) -> StepFacts:
+    if isinstance(step, ExternStep):
+        alone = cost(step.node, rates)
+        read = sum(operand.layout.nbytes for operand in step.node.reads)
+        return StepFacts(step.node.target, (step.node,), read, sum(write.layout.nbytes for write in step.node.writes),
+                         alone.nbytes, alone.seconds, step.reason)
+    read, written = (sum(map(size_of, values)) for values in (step.reads, step.writes))
+    apart = [cost(node, rates) for node in step.nodes]
+    seconds = rates.launch + max((read + written) / rates.memory, sum(one.flops for one in apart) / rates.flops)
+    return StepFacts(step.kernel.name, step.nodes, read, written, sum(one.nbytes for one in apart), seconds)
+
+
+def size_of(value: Value | Temporary) -> int:
+    return value.nbytes if isinstance(value, Temporary) else value.buffer.nbytes
+
+
+def held_bytes(graph: Graph, plan: Plan) -> tuple[int, ...]:
+    """Bytes in use while each step runs."""
+    memory = plan_memory(graph, [use_of(step) for step in plan.steps], [temporary.nbytes for temporary in plan.temporaries])
+    sizes = [*(buffer.nbytes for buffer in graph.buffers), *(temporary.nbytes for temporary in plan.temporaries)]
+    held = sum(sizes[buffer] for buffer in memory.inputs)
+    over_time = []
+    for step, allocs, frees in zip(plan.steps, memory.allocs, memory.frees):
+        held += sum(nbytes for _, nbytes in allocs) + sum(sizes[slot] for slot in use_of(step).makes)
+        over_time.append(held)
+        held -= sum(sizes[slot] for slot in frees)
+    return tuple(over_time)
+
+
+def use_of(step: KernelStep | ExternStep) -> StepUse:
+    return node_use(step.node) if isinstance(step, ExternStep) else kernel_use(step)

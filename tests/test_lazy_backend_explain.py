@@ -1,0 +1,75 @@
+"""`explain` shows kernels, bytes, refusals and memory, of tensors and of calls. Imports lazy_backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lazy_backend
+from lazy_backend import explain
+from tests.device import DEVICE, here
+
+FLOAT = 4
+
+
+def test_a_chain_is_one_kernel_and_its_middle_never_reaches_memory() -> None:
+    x = torch.ones(1000).to(DEVICE)
+    line, y = here(), (x.exp() * 2 + 1).tanh()
+    (one,) = explain(y).recordings
+    assert (one.ops, one.kernels, len(one.steps)) == (4, 1, 1)
+    step = one.steps[0]
+    assert (step.read, step.written) == (1000 * FLOAT, 1000 * FLOAT), "one load, one store"
+    assert step.alone == 8 * 1000 * FLOAT, "each op reads and writes by itself"
+    assert one.held == (2 * 1000 * FLOAT,) and 0 < one.seconds < 1
+    told = str(explain(y))
+    assert "4 ops in 1 kernel and 0 ATen calls" in told and f"{Path(__file__).name}:{line}" in told
+    assert y.sum().item() == pytest.approx(torch.tensor(1.0).exp().mul(2).add(1).tanh().mul(1000).item())
+
+
+def test_what_aten_runs_and_what_does_not_share_a_kernel_have_reasons() -> None:
+    x = torch.ones(8, 8, device=DEVICE)
+    y = (x @ x).relu() + x.sum(0).sum()
+    told = str(explain(y))
+    assert "run by ATen, because:" in told and "aten::mm" in told
+    assert "not in one kernel, because:" in told and "run by ATen" in told
+    assert explain(y).recordings[0].refusals
+
+
+def test_a_call_is_explained_whether_its_recordings_are_known_or_not() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4).to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(2, 4, device=DEVICE)
+
+    def step(scale: float) -> float:
+        optimizer.zero_grad()
+        loss = (model(x) * scale).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    first = step(2.0)
+    found = explain(step, 2.0)
+    assert step(2.0) < first, "it ran, and trained"
+    assert any("mm" in one.name for part in found.recordings for one in part.steps)
+    compiled = lazy_backend.stats()["compiles"]
+    step(2.0)
+    assert lazy_backend.stats()["compiles"] == compiled, "known programs serve again"
+
+
+def test_an_error_in_the_call_is_the_users_and_leaves_nothing_behind() -> None:
+    with pytest.raises(ZeroDivisionError):
+        explain(lambda: 1 / 0)
+    assert lazy_backend.flush.watchers == []
+    with pytest.raises(ValueError, match="lazysched tensors"):
+        explain(torch.ones(2))
+
+
+def test_the_page_needs_no_network(tmp_path: Path) -> None:
+    x = torch.ones(16, 16, device=DEVICE)
+    explain((x @ x).softmax(-1), html=tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "<svg" in page and "aten::mm" in page and "http" not in page
