@@ -90,8 +90,9 @@ def summary(one: Explanation) -> str:
     alone = sum(step.alone for step in one.steps)
     calls = len(one.steps) - one.kernels
     peak = max(one.held, default=0)
-    return (f"{counted(one.ops, 'op')} in {counted(one.kernels, 'kernel')} and {counted(calls, 'ATen call')}; {size(one.moved)} moved, {size(alone)} if each op "
-            f"ran by itself; {seconds(one.seconds)} estimated; {size(peak)} held at most")
+    steps = f"{counted(one.ops, 'op')} in {counted(one.kernels, 'kernel')} and {counted(calls, 'ATen call')}"
+    return (f"{steps}; {size(one.moved)} moved, {size(alone)} if each op ran by itself; {seconds(one.seconds)} estimated; "
+            f"{size(peak)} held at most")
 
 
 def counted(number: int, what: str) -> str:
