@@ -9,6 +9,7 @@ import sys
 import threading
 import types
 import warnings
+from collections import deque
 from pathlib import Path
 from typing import Sequence
 
@@ -25,6 +26,7 @@ from lazy_backend.entered import Steps, segments, thread
 from lazy_backend.schedule_page import page
 from lazy_backend.schedule_report import StepReport, text
 
+_KEPT = 64
 _active: list[LazyScheduler] = []
 _lock = threading.Lock()
 _told: set[str] = set()  # problems of hooks
@@ -35,6 +37,13 @@ class ScheduleError(RuntimeError):
 
     Everything was computed all the same.
     """
+
+
+class Step(deque[tuple[Ordered, Barrier]]):
+    """The last recordings of a step that had segments, and what ran each. Some runs never end a step, so only so many are kept."""
+
+    def __init__(self) -> None:
+        super().__init__(maxlen=_KEPT)
 
 
 class LazyScheduler:
@@ -62,7 +71,8 @@ class LazyScheduler:
         self.strict = strict
         self._wishes = wishes_of(self.schedule)
         self._demands = orders.Demands(tuple(self._wishes), tuple(map(orders.hook_of, hooks)), debug_mode, measure)
-        self._steps: list[list[tuple[Ordered, Barrier]]] = [[]]  # what the last finished step ran, then what this one did
+        self._steps = [Step()]  # what the last finished step ran, then what this one did so far
+        self._ran: set[str] = set()  # segments, in this step
         self._warned: set[str] = set()
         self._foreign: set[int] = set()  # owners of the schedulers of other threads
         self._thread = self.owner = 0
@@ -125,24 +135,25 @@ class LazyScheduler:
         self._foreign |= {one.owner for one in _active if one._thread != self._thread}
         if report is not None and not (report.recorded and all(map(self._is_foreign, report.recorded))):
             self._steps[-1].append((report, barrier))
+            self._ran.update(call.name for call in report.recorded)
         if barrier.kind in STEP_ENDS and self._steps[-1] and self._foreign.isdisjoint(thread.owners):
             self._miss()
-            self._steps = [self._steps[-1], []]
+            self._steps = [self._steps[-1], Step()]
+            self._ran.clear()
 
     def _is_foreign(self, call: SegmentCall) -> bool:
         return not self._foreign.isdisjoint(call.owners)
 
     def _miss(self) -> None:
-        ran = {call.name for report, _ in self._steps[-1] for call in report.recorded}
         for name in self.schedule:
-            if name not in ran and name not in self._warned:
+            if name not in self._ran and name not in self._warned:
                 self._warned.add(name)
                 warnings.warn(f"the schedule names {name!r}, which did not run in this step; the others go on",
                               stacklevel=users_level())
 
     def _last_step(self) -> StepReport:
-        ran = next((step for step in reversed(self._steps) if step), [])
-        return StepReport([*self._wishes, *segments.hooks()], ran, frozenset(self._foreign))
+        ran = next((step for step in reversed(self._steps) if step), Step())
+        return StepReport([*self._wishes, *segments.hooks()], list(ran), frozenset(self._foreign))
 
     def recorded_execution_order(self) -> list[str]:
         """The segments of the last step in the order in which they ran on the device; later calls as "name#1"."""
