@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+from typing import NamedTuple, Sequence
 
 from ir_nodes import Node, SegmentCall
 
 Run = tuple[SegmentCall | None, int, int]
 """A stretch of nodes of one segment (None: of none): the segment, its first position, the position behind its last."""
+
+
+class Measured(NamedTuple):
+    """How long a stretch of ops took on the device. ``waits``: nothing computed, it waited for a collective."""
+
+    call: SegmentCall | None
+    waits: bool
+    seconds: float
 
 
 def runs_of(nodes: Sequence[Node]) -> list[Run]:

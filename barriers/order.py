@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Callable, Iterable, Sequence
 
 from barriers.accumulation import release_sums
-from barriers.calls import Run, calls_of, first_come, positions_of, runs_of
+from barriers.calls import Measured, Run, calls_of, first_come, positions_of, runs_of
 from barriers.collectives import sink_waits
 from barriers.dependencies import predecessors
 from barriers.draws import release_draws
@@ -39,7 +39,7 @@ class Ordered:
     checked: int = 0
     difference: str = ""
     graph: Graph | None = None
-    measured: Callable[[], list[tuple[SegmentCall | None, float]]] | None = None
+    measured: Callable[[], list[Measured]] | None = None
 
 
 @dataclass(slots=True)

@@ -32,7 +32,10 @@ def min_peak_memory(recorded: Recorded) -> Sequence[Constraint]:
 
 
 def overlap_communication(recorded: Recorded) -> Sequence[Constraint]:
-    """Collectives as early, and what waits for them as late, as helps; memory may grow by at most a quarter."""
+    """Collectives as early, and what waits for them as late, as helps; memory may grow by at most a quarter.
+
+    Each rank decides by its own shapes: where these differ, ranks may disagree, which is an error before anything runs.
+    """
     if not recorded.communicates:
         return []
     room = _MORE_MEMORY * recorded.peak_bytes()

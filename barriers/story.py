@@ -7,7 +7,7 @@ import bisect
 from dataclasses import dataclass, field
 from typing import Sequence
 
-from barriers.calls import first_come, runs_of
+from barriers.calls import Measured, first_come, runs_of
 from barriers.dependencies import predecessors
 from barriers.model import lanes, last_uses, memory, overlap, touched
 from barriers.recorded import describe_calls
@@ -70,7 +70,7 @@ class Story:
     rows: list[Row]
     recorded: Outlook
     scheduled: Outlook
-    measured: list[tuple[SegmentCall | None, float]] = field(default_factory=list)
+    measured: list[Measured] = field(default_factory=list)
 
 
 def tell(graph: Graph, rates: Rates) -> Story:

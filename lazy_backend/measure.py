@@ -11,10 +11,12 @@ from typing import Any, Sequence
 
 import torch
 
+from barriers.calls import Measured
 from barriers.order import Ordered
 from codegen.executable import Emit, Program
 from codegen.memory_plan import StepUse
 from ir_nodes import Graph, SegmentCall
+from ir_nodes.ops import info
 from lazy_backend import core
 
 
@@ -28,9 +30,9 @@ def part_segments(graph: Graph) -> None:
 
 
 class Clock:
-    """The times of one program's last run: one more than there are stretches."""
+    """The times of one program's last run: one more than there are stretches (segment, "does it wait for a collective?")."""
 
-    def __init__(self, stretches: Sequence[SegmentCall | None]) -> None:
+    def __init__(self, stretches: Sequence[tuple[SegmentCall | None, bool]]) -> None:
         self.stretches = list(stretches)
         self.times: list[Any] = []
         self.last: list[Any] = []
@@ -47,8 +49,8 @@ class Clock:
         if number == len(self.stretches):
             self.last = self.times
 
-    def read(self) -> list[tuple[SegmentCall | None, float]]:
-        """Seconds of each stretch in the last run; waits for the device."""
+    def read(self) -> list[Measured]:
+        """Each stretch of the last run; waits for the device."""
         if not self.last:
             return []
         if isinstance(self.last[0], float):
@@ -56,19 +58,19 @@ class Clock:
         else:
             self.last[-1].synchronize()
             seconds = [before.elapsed_time(after) / 1e3 for before, after in zip(self.last, self.last[1:])]
-        return list(zip(self.stretches, seconds))
+        return [Measured(call, waits, took) for (call, waits), took in zip(self.stretches, seconds)]
 
 
 def with_times(steps: Sequence[Emit], report: Ordered) -> list[Emit]:
-    """``steps`` with a note of the time wherever another segment begins, and at the end."""
+    """``steps`` with a note of the time wherever another segment begins or a collective is waited for, and at the end."""
     timed: list[Emit] = []
-    stretches: list[SegmentCall | None] = []
+    stretches: list[tuple[SegmentCall | None, bool]] = []
     marks: list[tuple[int, int]] = []  # before which of `timed`, after which recorded op
     for step in steps:
-        segment = step.node.segment if step.node else None
-        if not stretches or segment is not stretches[-1]:
+        found = (step.node.segment, info(step.node.target).kind == "wait") if step.node else (None, False)
+        if not stretches or found != stretches[-1]:
             marks.append((len(timed) + len(marks), step.node.instr if step.node else -1))
-            stretches.append(segment)
+            stretches.append(found)
         timed.append(step)
     clock = Clock(stretches)
     for number, (place, instr) in enumerate(marks):

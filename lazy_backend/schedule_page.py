@@ -94,19 +94,20 @@ def recording(story: Story, which: str) -> str:
     figures = lanes(story.recorded, end, "recorded order, estimated") + lanes(story.scheduled, end, "order that ran, estimated")
     if story.measured:
         taken = measured(story)
-        figures += lanes(taken, taken.seconds, "order that ran, measured")
+        figures += lanes(taken, taken.seconds, "order that ran, measured (of communication, what was waited for)")
     return (f'<section><h2>Lanes over time{which} {zoom}</h2><div class="box">{figures}</div>'
             f'<h2>Order{which}</h2><div class="box">{slopes(story)}</div>'
             f'<h2>Segments{which}</h2><div class="box scroll">{table(story)}</div></section>')
 
 
 def measured(story: Story) -> Outlook:
-    """The measured times on one lane."""
+    """The measured times: of communication only what was waited for."""
     boxes, now = [], 0.0
-    for call, took in story.measured:
-        boxes.append(Box(call, False, now, now + took, 0))
+    for call, waits, took in story.measured:
+        boxes.append(Box(call, waits, now, now + took, 0))
         now += took
-    return Outlook(tuple(boxes), 0, now, now, 0.0, 0.0)
+    waited = sum(one.seconds for one in story.measured if one.waits)
+    return Outlook(tuple(boxes), 0, now, now - waited, waited, waited)
 
 
 def lanes(outlook: Outlook, end: float, title: str) -> str:
@@ -126,7 +127,7 @@ def drawn(box: Box, end: float) -> list[str]:
     """One stretch of a lane that ends at ``end``, with its name where that fits."""
     left, width = box.start / end * _WIDTH, max((box.end - box.start) / end * _WIDTH, 0.4)
     top = (_LANE + 8) * box.collective
-    name = str(box.call) if box.call else "no segment"
+    name = str(box.call) if box.call else "communication" if box.collective else "no segment"
     fill = f'fill="{colour(box.call)}"' if box.call else 'class="none"'
     count = f" {box.ops} ops," if box.ops else ""
     told = f"{name}:{count} {seconds(box.end - box.start)} from {seconds(box.start)}"

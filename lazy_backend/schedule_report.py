@@ -87,7 +87,7 @@ class StepReport:
 def add_times(story: Story) -> None:
     """Each row's share of the measured times."""
     by_call = {row.call: row for row in story.rows}
-    for call, took in story.measured:
+    for call, _, took in story.measured:
         for one in call.chain() if call else ():
             by_call[one].measured = (by_call[one].measured or 0.0) + took
 
@@ -137,7 +137,9 @@ def talk(story: Story) -> list[str]:
     if not after.communicating:
         return []
     hidden = after.communicating - after.exposed
-    return [f"communication: {seconds(after.communicating)}, {hidden / after.communicating:.0%} of it beside computation; in the "
+    waited = [sum(one.seconds for one in story.measured if one.waits)] if story.measured else []
+    return [*(f"waited for communication: {seconds(took)}, measured" for took in waited),
+            f"communication: {seconds(after.communicating)}, {hidden / after.communicating:.0%} of it beside computation; in the "
             f"recorded order {1 - before.exposed / before.communicating:.0%} (estimated)"]
 
 

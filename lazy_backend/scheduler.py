@@ -40,7 +40,7 @@ class ScheduleError(RuntimeError):
 
 
 class Step(deque[tuple[Ordered, Barrier]]):
-    """The last recordings of a step that had segments, and what ran each. Some runs never end a step, so only so many are kept."""
+    """The last recordings of a step that had segments, and what ran each. Some runs never end a step, so some are kept."""
 
     def __init__(self) -> None:
         super().__init__(maxlen=_KEPT)

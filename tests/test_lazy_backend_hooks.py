@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Iterator
 
 import pytest
@@ -162,7 +163,7 @@ def talk() -> None:
     x = torch.full((512, 512), rank + 1.0).to(DEVICE)
     weight = torch.eye(512).to(DEVICE)
     lazy_backend.mark_step()
-    with LazyScheduler(hooks=[overlap_communication], strict=True, debug_mode=True) as scheduler:
+    with LazyScheduler(hooks=[overlap_communication], strict=True, debug_mode=True, measure=True) as scheduler:
         y = x
         with segment("layers"):
             for _ in range(4):
@@ -174,6 +175,7 @@ def talk() -> None:
     assert scheduler.recorded_execution_order() == ["sdd", "layers"], scheduler.report()
     assert (z.cpu() == 6 + rank + 1).all()
     told = scheduler.report(html="/dev/null")
+    assert re.search(r"waited for communication: [\d.]+ [mu]?s, measured", told)
     assert "of it beside computation; in the recorded order 0%" in told and "compared with the program's order: 1 times" in told
 
 
