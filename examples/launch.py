@@ -15,8 +15,15 @@ import torch.multiprocessing
 import lazy_backend
 
 
+def transport(ranks: int) -> str:
+    """What the ranks talk through: NCCL wants a GPU for each."""
+    return "NCCL" if torch.cuda.device_count() >= ranks else "gloo"
+
+
 def spawn(worker: Callable[..., None], ranks: int, *arguments: Any) -> None:
     """``worker(*arguments)`` in ``ranks`` processes that form a process group. Raises where one fails."""
+    if transport(ranks) == "gloo":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what the ranks inherit: with too few GPUs all of them run on the CPU
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "store")  # the ranks meet through a file: no port is needed
         torch.multiprocessing.spawn(_enter, (worker, ranks, path, arguments), nprocs=ranks)

@@ -127,5 +127,5 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 if __name__ == "__main__":
     given = parse(sys.argv[1:])
-    print(f"torch {torch.__version__}, {'NCCL' if torch.cuda.is_available() else 'gloo'}, {given.ranks} ranks")
+    print(f"torch {torch.__version__}, {launch.transport(given.ranks)}, {given.ranks} ranks")
     launch.spawn(worker, given.ranks, given)

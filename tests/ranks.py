@@ -22,11 +22,12 @@ TIMEOUT = datetime.timedelta(seconds=60)
 def run(function: Callable[[], None], ranks: int = 2, backend: str = "lazysched", **values: Any) -> list[str]:
     """``function()`` on every rank, in a process group. Returns what each rank printed; fails with the ranks' own errors."""
     module = function.__module__.removeprefix("tests.")
+    variables = {} if torch.cuda.device_count() >= ranks else {"CUDA_VISIBLE_DEVICES": ""}  # NCCL wants a GPU for each rank
     with tempfile.TemporaryDirectory() as folder:
         def one(rank: int) -> Any:
             program = (f"import tests.ranks as r, tests.{module} as m; r.enter({str(Path(folder) / 'store')!r}, {rank}, {ranks}, "
                        f"{backend!r}); m.{function.__name__}(); r.leave()")
-            return children.run(program, **values)
+            return children.run(program, variables=variables, **values)
 
         with concurrent.futures.ThreadPoolExecutor(ranks) as pool:
             done = list(pool.map(one, range(ranks)))
