@@ -1,4 +1,5 @@
-"""Starts a function as several ranks of one machine, and times what they do. Imports torch only."""
+"""Starts a function as several ranks of one machine, and times what they do. Imports torch, `ir_nodes.settings` and
+lazy_backend."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 import lazy_backend
+from ir_nodes import settings
 
 
 def transport(ranks: int) -> str:
@@ -22,8 +24,6 @@ def transport(ranks: int) -> str:
 
 def spawn(worker: Callable[..., None], ranks: int, *arguments: Any) -> None:
     """``worker(*arguments)`` in ``ranks`` processes that form a process group. Raises where one fails."""
-    if transport(ranks) == "gloo":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what the ranks inherit: with too few GPUs all of them run on the CPU
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "store")  # the ranks meet through a file: no port is needed
         torch.multiprocessing.spawn(_enter, (worker, ranks, path, arguments), nprocs=ranks)
@@ -31,31 +31,37 @@ def spawn(worker: Callable[..., None], ranks: int, *arguments: Any) -> None:
 
 def _enter(rank: int, worker: Callable[..., None], ranks: int, path: str, arguments: Sequence[Any]) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-    if torch.cuda.is_available():
-        torch.lazysched.set_device(rank)
-        torch.cuda.set_device(rank)
-    dist.init_process_group("lazysched", store=dist.FileStore(path, ranks), rank=rank, world_size=ranks)
-    try:
-        worker(*arguments)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    with settings.override(device="cuda" if transport(ranks) == "NCCL" else "cpu"):  # with too few GPUs all run on the CPU
+        if on_gpus():
+            torch.lazysched.set_device(rank)
+            torch.cuda.set_device(rank)
+        dist.init_process_group("lazysched", store=dist.FileStore(path, ranks), rank=rank, world_size=ranks)
+        try:
+            worker(*arguments)
+            dist.barrier()
+        finally:
+            dist.destroy_process_group()
+
+
+def on_gpus() -> bool:
+    """Does lazysched run on GPUs here?"""
+    return lazy_backend.core.physical_is_cuda()
 
 
 def physical_device() -> torch.device:
     """What lazysched runs on here."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpus() else torch.device("cpu")
 
 
 def plain_group() -> dist.ProcessGroup:
     """A group of all ranks for tensors that are not lazy."""
-    return dist.new_group(backend="nccl" if torch.cuda.is_available() else "gloo")
+    return dist.new_group(backend="nccl" if on_gpus() else "gloo")
 
 
 def finish() -> None:
     """Run what is recorded and wait for the device."""
     lazy_backend.mark_step(wait=True)
-    if torch.cuda.is_available():
+    if on_gpus():
         torch.cuda.synchronize()
 
 

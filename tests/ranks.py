@@ -22,12 +22,13 @@ TIMEOUT = datetime.timedelta(seconds=60)
 def run(function: Callable[[], None], ranks: int = 2, backend: str = "lazysched", **values: Any) -> list[str]:
     """``function()`` on every rank, in a process group. Returns what each rank printed; fails with the ranks' own errors."""
     module = function.__module__.removeprefix("tests.")
-    variables = {} if torch.cuda.device_count() >= ranks else {"CUDA_VISIBLE_DEVICES": ""}  # NCCL wants a GPU for each rank
+    # NCCL wants a GPU for each rank.
+    device = {} if torch.cuda.device_count() >= ranks or "device" in values else {"device": "cpu"}
     with tempfile.TemporaryDirectory() as folder:
         def one(rank: int) -> Any:
             program = (f"import tests.ranks as r, tests.{module} as m; r.enter({str(Path(folder) / 'store')!r}, {rank}, {ranks}, "
                        f"{backend!r}); m.{function.__name__}(); r.leave()")
-            return children.run(program, variables=variables, **values)
+            return children.run(program, **device, **values)
 
         with concurrent.futures.ThreadPoolExecutor(ranks) as pool:
             done = list(pool.map(one, range(ranks)))
@@ -38,11 +39,11 @@ def run(function: Callable[[], None], ranks: int = 2, backend: str = "lazysched"
 
 def enter(path: str, rank: int, ranks: int, backend: str) -> None:
     torch.set_num_threads(1)
-    import lazy_backend  # noqa: F401  (registers the device)
+    from lazy_backend import core  # which registers the device too
 
     dist.init_process_group(backend or None, store=dist.FileStore(path, ranks), rank=rank, world_size=ranks, timeout=TIMEOUT)
-    if torch.cuda.is_available():
-        torch.lazysched.set_device(rank % torch.cuda.device_count())
+    if core.physical_is_cuda():
+        torch.lazysched.set_device(rank)
 
 
 def leave() -> None:
