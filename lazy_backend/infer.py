@@ -191,11 +191,14 @@ def stand_in(arg: Any, device: torch.device, cut: Callable[[int], int], byte: in
 
 
 def filled(tensor: Tensor, device: torch.device, size: list[int], byte: int) -> Tensor:
-    """A tensor of ``size`` on ``device`` with the strides and flags of ``tensor``, of nothing but this byte."""
+    """A tensor of ``size`` on ``device`` with the strides and flags of ``tensor``: of this byte, or of integers that are it."""
     strides = tensor.stride()
     count = 0 if 0 in size else 1 + sum((n - 1) * stride for n, stride in zip(size, strides))
-    raw = torch.full((count * tensor.element_size(),), byte, dtype=torch.uint8, device=device)
-    return flagged(raw.view(tensor.dtype).as_strided(size, strides), tensor)
+    if tensor.is_floating_point() or tensor.is_complex():
+        raw = torch.full((count * tensor.element_size(),), byte, dtype=torch.uint8, device=device).view(tensor.dtype)
+    else:  # the number itself: of the bytes' large one the degree of a polynomial takes for ever
+        raw = torch.full((count,), byte, dtype=tensor.dtype, device=device)
+    return flagged(raw.as_strided(size, strides), tensor)
 
 
 def flagged(made: Tensor, like: Tensor) -> Tensor:

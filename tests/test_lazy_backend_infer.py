@@ -77,3 +77,9 @@ def test_a_triangle_in_place_of_overlapping_rows() -> None:
     for tensor in (memory, ours):
         tensor.as_strided((5, 10, 5), (1, 1, 1)).tril_()
     assert torch.equal(ours.cpu(), memory)
+
+
+@pytest.mark.parametrize("name", ["legendre_polynomial_p", "laguerre_polynomial_l", "shifted_chebyshev_polynomial_t"])
+def test_a_trial_asks_for_no_polynomial_of_a_vast_degree(name: str) -> None:
+    op, x, degrees = getattr(torch.special, name), torch.full((3,), 0.5), torch.tensor([1, 2, 3])
+    torch.testing.assert_close(op(x.to(DEVICE), degrees.to(DEVICE)).cpu(), op(x, degrees))
