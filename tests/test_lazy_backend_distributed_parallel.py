@@ -55,6 +55,19 @@ def check_ddp() -> None:
             assert torch.equal(ours, theirs)
 
 
+def check_what_needs_pinned_memory() -> None:
+    for options in ({"find_unused_parameters": True}, {"static_graph": True}):
+        if torch.cuda.is_available():
+            train("lazysched", None, **options)
+            continue
+        try:
+            train("lazysched", None, **options)
+        except NotImplementedError as error:
+            assert "pinned memory" in str(error) and "Leave both False" in str(error)
+        else:
+            raise AssertionError("no error")
+
+
 def check_communication_hook() -> None:
     grads = []
     for device, group in (("cpu", dist.new_group(backend="gloo")), ("lazysched", None)):
@@ -96,6 +109,7 @@ def check_dtensor() -> None:
 
 def check_all() -> None:
     check_ddp()
+    check_what_needs_pinned_memory()
     check_communication_hook()
     check_sharded()
     check_dtensor()

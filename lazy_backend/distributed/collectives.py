@@ -194,7 +194,7 @@ def forget_arrived() -> None:
     if len(_flights) < MOST_FLIGHTS:
         return
     for where, flights in list(_flights.items()):
-        flights[:] = [flight for flight in flights if flight.land is not None or not flight.work.is_completed()]
+        flights[:] = [flight for flight in flights if flight.land or not flight.work or not flight.work.is_completed()]
         if not flights:
             del _flights[where]
 

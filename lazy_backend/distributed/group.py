@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lazy_backend import core
-from lazy_backend.distributed import agreement, collectives
+from lazy_backend.distributed import agreement, collectives, parallel
 from lazy_backend.distributed.collectives import reduction_name
 from lazy_backend.distributed.work import Received, Recorded, run_recorded
 
@@ -271,6 +271,7 @@ def install() -> None:
     if not dist.is_available() or "LAZYSCHED" in dist.Backend._plugins:
         return
     dist.Backend.register_backend("lazysched", create, extended_api=True, devices=["lazysched"])
+    parallel.install()
     config = dist.distributed_c10d.BackendConfig
     original = config.__init__
 
