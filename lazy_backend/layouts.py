@@ -45,7 +45,7 @@ _MAKERS = (
     "_to_sparse _to_sparse.sparse_dim _to_sparse_csr _to_sparse_csc _to_sparse_bsr _to_sparse_bsc quantize_per_tensor "
     "quantize_per_tensor.tensor_qparams quantize_per_tensor.tensors quantize_per_tensor_dynamic quantize_per_channel "
     "_make_per_tensor_quantized_tensor _make_per_channel_quantized_tensor _nested_tensor_from_mask _nested_from_padded to_mkldnn "
-    "_spdiags kaiser_window kaiser_window.periodic kaiser_window.beta"
+    "_spdiags _batch_norm_no_update kaiser_window kaiser_window.periodic kaiser_window.beta"
 )
 
 
