@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.testing._comparison import default_tolerances
 from torch.testing._internal.common_utils import TestCase
 from torch.utils import _pytree as pytree
 
@@ -84,10 +85,16 @@ class Judge(TestCase):
             self.same_gradients(ours, theirs, [process(result) for result in results], what, truth, process)
         return True
 
-    def close(self, ours: Any, theirs: Any, what: str, truth: Callable[[], Any]) -> None:
-        """Within OpInfo's tolerance, or, where fused kernels round otherwise, as near to the truth as eager mode."""
+    def close(self, ours: Any, theirs: Any, what: str, truth: Callable[[], Any], computed: torch.dtype | None = None) -> None:
+        """Within OpInfo's tolerance, or, where fused kernels round otherwise, as near to the truth as eager mode.
+
+        ``computed``: the dtype computed in, whose tolerance holds for a result that is handed over in a wider one.
+        """
+        bounds: dict[str, float] = {}
+        if computed is not None and isinstance(theirs, torch.Tensor) and theirs.dtype.itemsize > computed.itemsize:
+            bounds["rtol"], bounds["atol"] = default_tolerances(computed)
         try:
-            self.assertEqual(ours, theirs, exact_device=False, msg=lambda text: f"{what}\n{text}")
+            self.assertEqual(ours, theirs, exact_device=False, msg=lambda text: f"{what}\n{text}", **bounds)
         except AssertionError:
             if PHYSICAL == "cpu" or not as_right(ours, theirs, truth()):
                 raise
@@ -124,7 +131,8 @@ class Judge(TestCase):
             raise AssertionError(f"{what}: eager mode warns that it resized an output")
         return True
 
-    def same_value(self, ours: Any, theirs: Any, what: str, values: bool = True, truth: Truth | None = None) -> None:
+    def same_value(self, ours: Any, theirs: Any, what: str, values: bool = True, truth: Truth | None = None,
+                   computed: torch.dtype | None = None) -> None:
         """Equal values and layouts, leaf by leaf."""
         mine, spec = pytree.tree_flatten(ours)
         yours, their_spec = pytree.tree_flatten(theirs)
@@ -136,7 +144,7 @@ class Judge(TestCase):
             if values and isinstance(b, torch.Tensor) and b.layout is not torch.strided:
                 a, b = a.to_dense(), b.to_dense()
             if values:
-                self.close(a, b, place, lambda i=index: truth.output(i) if truth else None)
+                self.close(a, b, place, lambda i=index: truth.output(i) if truth else None, computed)
 
     def same_layout(self, ours: torch.Tensor, theirs: torch.Tensor, what: str) -> None:
         self.same(type(ours), type(theirs), f"{what}: class")

@@ -73,11 +73,11 @@ class TestOut(Judge):
                 continue
             for case, change in CASES.items():
                 if not astray(op, case, tensors(expected)[-1]):
-                    self.check(op, device, given, pytree.tree_map_only(torch.Tensor, change, expected),
+                    self.check(op, device, dtype, given, pytree.tree_map_only(torch.Tensor, change, expected),
                                f"sample {index}: {case} out")
             self.refuses_another_device(op, device, given, expected, f"sample {index}")
 
-    def check(self, op: Any, device: str, given: Any, outs: Any, what: str) -> None:
+    def check(self, op: Any, device: str, dtype: torch.dtype, given: Any, outs: Any, what: str) -> None:
         def call(first: Any, args: Any, kwargs: Any, out: Any) -> Any:
             return op(first, *args, **kwargs, out=out)
 
@@ -86,8 +86,9 @@ class TestOut(Judge):
         ran = [attempt(lambda all=all: call(*all)) for all in ((*mine, ours), (*yours, theirs))]
         if self.same_outcome(*ran, what):
             truth = Truth(lambda: wide_run(device, lambda first, args, kwargs: op(first, *args, **kwargs), given))
-            self.same_value(ran[0].result, ran[1].result, what, op.name not in UNWRITTEN, truth)
-            self.same_value(ours, theirs, f"{what}: out", op.name not in UNWRITTEN, truth)
+            computed = dtype if dtype.is_floating_point else None
+            self.same_value(ran[0].result, ran[1].result, what, op.name not in UNWRITTEN, truth, computed)
+            self.same_value(ours, theirs, f"{what}: out", op.name not in UNWRITTEN, truth, computed)
             self.same(sharing(ran[0].result, ours), sharing(ran[1].result, theirs), f"{what}: shared memory")
 
     def refuses_another_device(self, op: Any, device: str, given: Any, expected: Any, what: str) -> None:
