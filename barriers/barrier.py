@@ -92,6 +92,10 @@ class BarrierLog:
         self._rows: dict[_Key, _Row] = {}
         self._max_rows = rows
 
+    def renew_lock(self) -> None:
+        """For a forked child, where nobody holds it."""
+        self._lock = threading.Lock()
+
     def add(self, barrier: Barrier) -> None:
         key: _Key = (barrier.kind, barrier.reason, barrier.frame)
         with self._lock:

@@ -40,6 +40,10 @@ class Segments:
         self._calls: dict[tuple[str, bool, int, int, tuple[int, ...]], int] = {}
         self.calls: list[SegmentCall | None] = [None]
 
+    def renew_lock(self) -> None:
+        """For a forked child, where nobody holds it."""
+        self._lock = threading.RLock()
+
     def add(self, segment: Segment) -> None:
         """Raises SegmentError where the name is taken."""
         if not segment.name or not isinstance(segment.name, str):

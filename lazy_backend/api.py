@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from typing import Any, Callable, Iterable
@@ -113,4 +114,5 @@ def stats() -> dict[str, Any]:
     return dict(zip(STATS, core.get().stats(), strict=True))
 
 
+os.register_at_fork(after_in_child=barrier_log.renew_lock)
 core.at_start(lambda native: native.set_logger(log))

@@ -6,6 +6,7 @@ Whatever is asked for is a part of every recording's key, so that no program ser
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import types
 import weakref
@@ -197,6 +198,8 @@ def report(number: int) -> Ordered | None:
     The core keeps the programs that were used last, so the reports that were used last are those of all programs that it has.
     The last few keep their graph too, which takes memory.
     """
+    if number < 0:
+        return None
     with _lock:
         found = _reports.get(number)
         if found is not None:
@@ -208,5 +211,13 @@ def report(number: int) -> Ordered | None:
         return found
 
 
+def _after_fork() -> None:
+    """Another thread may have held the locks when the process forked, and it is not in the child."""
+    global _lock
+    _lock = threading.Lock()
+    segments.renew_lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 core.at_start(set_key)
 on_hooks.append(renew_key)
