@@ -41,14 +41,31 @@ def set_nothing(self: Tensor) -> Tensor:
     return self.set_(torch.empty(0, dtype=self.dtype, device=self.device).untyped_storage(), 0, (0,), (1,))
 
 
+def stack_out(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor) -> Tensor:
+    """PyTorch's form for devices that it does not know joins without stacking."""
+    return torch.cat([tensor.unsqueeze(dim) for tensor in tensors], dim, out=out)
+
+
+def range_out(start: float, end: float, *, out: Tensor) -> Tensor:
+    """PyTorch's form for devices that it does not know leaves the step to chance."""
+    return torch.ops.aten.range.out(start, end, 1, out=out)
+
+
+def reshape_from_tensor(self: Tensor, shape: Tensor) -> Tensor:
+    """PyTorch reads ``shape`` as if it were in host memory."""
+    return self.reshape(shape.tolist())
+
+
 _library: list[torch.library.Library] = []  # a registration lasts as long as its library
 
 
 def install(_: ModuleType) -> None:
     library = torch.library.Library("aten", "IMPL")
     for name, kernel in (("histc", histc), ("record_stream", record_stream), ("_efficientzerotensor", efficient_zeros),
-                         ("_copy_from_and_resize", copy_from_and_resize), ("set_", set_nothing)):  # fmt: skip
+                         ("_copy_from_and_resize", copy_from_and_resize), ("set_", set_nothing), ("_stack.out", stack_out),
+                         ("range.out_", range_out), ("_reshape_from_tensor", reshape_from_tensor)):  # fmt: skip
         library.impl(name, kernel, "PrivateUse1")
+    library.impl("_reshape_from_tensor", reshape_from_tensor, "AutogradPrivateUse1")
     _library.append(library)
 
 

@@ -247,6 +247,9 @@ def outcome(call: Call, device: str) -> Any:
 NAMED: dict[str, Call] = {
     "kaiser_window": lambda d: torch.kaiser_window(9, device=d),
     "kaiser_window periodic": lambda d: torch.kaiser_window(9, False, device=d),
+    "stack out": lambda d: torch.ops.aten._stack.out([ones(d, 2, 3), ones(d, 2, 3)], 1, out=torch.empty(0, device=d)),
+    "range out": lambda d: torch.ops.aten.range.out_(1.0, 7.0, out=torch.empty(7, device=d)),
+    "reshape from a tensor": lambda d: torch.ops.aten._reshape_from_tensor(ones(d, 12), torch.tensor([3, 4], device=d)),
     "batch norm, no update": lambda d: list(torch.ops.aten._batch_norm_no_update(
         torch.arange(12.0, device=d).view(2, 3, 2), None, None, ones(d, 3), ones(d, 3), 0.1, 1e-5)),
     "kaiser_window beta": lambda d: torch.kaiser_window(9, True, 8.0, dtype=torch.float64, device=d),
