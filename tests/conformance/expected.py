@@ -27,7 +27,7 @@ ROWS: tuple[Row, ...] = (
         "https://github.com/pytorch/pytorch/blob/v2.11.0/aten/src/ATen/native/SpectralOps.cpp", device="cuda", skip=True),
     Row("::test_values_torch_ops_aten__efficient_attention_forward_lazysched_*", "eager mode leaves the seed of its "
         "dropout on the CPU, here every result is a tensor of the device", device="cuda"),
-    Row("test_values_nn_functional_linear_cross_entropy_chunked_none_lazysched_*float16",
+    Row("test_values_nn_functional_linear_cross_entropy_chunked*_lazysched_*float16",
         "the function chooses how it accumulates by the device's name, and knows cpu and cuda",
         "https://github.com/pytorch/pytorch/blob/main/torch/nn/modules/linear_cross_entropy_options.py", device="cpu"),
     Row("test_dtypes_histc_lazysched_int64", "libraries count integers with histc on any device but the CPU, so ours does it "
