@@ -101,7 +101,7 @@ def main() -> int:
     device = "cuda" if core.physical_is_cuda() else "cpu"
     if options.part == "all" and not options.keyword:
         options.table.parent.mkdir(exist_ok=True)
-        options.table.write_text(table.page(results, len(tests), device, options.processes, time.monotonic() - start))
+        options.table.write_text(table.page(results, len(tests), device, options.processes, time.monotonic() - start, len(known)))
         print(f"written: {options.table}")
     return int(any(result.outcome in ("failed", "crashed") for result in results))
 

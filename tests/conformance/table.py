@@ -74,11 +74,12 @@ def machine(device: str, processes: int, seconds: float) -> str:
             f"{processes} processes, {seconds / 60:.0f} minutes.")
 
 
-def page(results: list[Result], tests: int, device: str, processes: int, seconds: float) -> str:
-    """``tests``: how many there are; a run may have been stopped before the last."""
+def page(results: list[Result], tests: int, device: str, processes: int, seconds: float, earlier: int = 0) -> str:
+    """``tests``: how many there are; a run may have been stopped before the last. ``earlier``: results of a run before."""
     whole = len(results) == tests
     ran = f"All {tests:,} tests." if whole else f"{len(results):,} of {tests:,} tests, evenly spread; then it was stopped."
-    lines = [HEAD, f"{ran} {machine(device, processes, seconds)}", "", *outcomes(results)]
+    before = f" {earlier:,} of the results are of an earlier run, with which this one went on." if earlier else ""
+    lines = [HEAD, f"{ran}{before} {machine(device, processes, seconds)}", "", *outcomes(results)]
     for title, outcome in (("Expected failures", "xfailed"), ("Skipped", "skipped")):
         if any(result.outcome == outcome for result in results):
             lines += [f"## {title}", "", *reasons(results, outcome)]
