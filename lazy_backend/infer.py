@@ -33,6 +33,8 @@ _CHECKED_BY_RUNNING = frozenset(
 # Their kernels for the CPU give `out` other strides than they found; that of `svd` gives other strides on CUDA than Meta says.
 _RESTRIDES = ("replication_pad", "reflection_pad", "_linalg_svd", "linalg_l", "linalg_eig", "_linalg_eigh", "linalg_qr", "ormqr",
               "linalg_householder", "triangular_solve", "lu_solve", "cholesky_inverse", "_fft_")  # fmt: skip
+# Pointwise, but their kernels make a contiguous result first and fill it.
+_OWN_RESULT = ("mvlgamma", "angle")
 # Their results on CUDA have other layouts than on a CPU.
 _OTHERWISE_ON_CPU = frozenset("_embedding_bag _embedding_bag_forward_only max_unpool2d max_unpool3d".split())
 # Their integers are pivots, counted from one: kernels write where zeros point to.
@@ -64,7 +66,7 @@ class Doubts:
 @functools.cache
 def doubts(target: str) -> Doubts:
     base = ops.split(target)[1]
-    pointwise = torch.Tag.pointwise in schema.tags_of(target) and base != "mvlgamma"  # it is made of others, its out contiguous
+    pointwise = torch.Tag.pointwise in schema.tags_of(target) and base not in _OWN_RESULT
     if schema.is_random(target):
         return Doubts(base.endswith("_"), False, pointwise, False)
     spec = ops.schema(target)
