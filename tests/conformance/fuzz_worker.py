@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import os
 import sys
 import traceback
 
@@ -30,7 +31,8 @@ def answer(asked: dict) -> dict:
 def main() -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
-    answers, sys.stdout = sys.stdout, sys.stderr
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # LAPACK prints its complaints below Python's sys.stdout
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
 
