@@ -233,7 +233,7 @@ class Program:
         if not pair.ref.requires_grad:
             return
         again = self.rng.random() < 0.5
-        self.note(f"  backward from {list(pair.ref.shape)} of {pair.ref.grad_fn}")
+        self.note(f"  backward from {list(pair.ref.shape)} of {attempt(lambda: pair.ref.grad_fn)[0]}")
         _, error = attempt(lambda: pair.ref.backward(torch.ones_like(pair.ref), retain_graph=again))
         if error is None:
             return pair.lazy.backward(torch.ones_like(pair.lazy), retain_graph=again)
