@@ -10,15 +10,6 @@ import torch
 from lazy_backend import core
 
 Tensor = torch.Tensor
-INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-
-def histc(self: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:  # noqa: A002  (the schema's names)
-    """CUDA counts integers too, and libraries choose this op for every device but the CPU."""
-    as_it_is = core.physical_is_cuda() or self.dtype not in INTEGERS
-    cast = self.dtype if as_it_is else torch.float64
-    counts = torch.empty(bins, dtype=cast, device=self.device)
-    return torch.histc(self.to(cast), bins, min, max, out=counts).to(self.dtype)
 
 
 def record_stream(self: Tensor, s: torch.Stream) -> None:
@@ -56,16 +47,23 @@ def reshape_from_tensor(self: Tensor, shape: Tensor) -> Tensor:
     return self.reshape(shape.tolist())
 
 
+def banned_from_autocast(*args: Any, **kwargs: Any) -> Tensor:
+    """In CUDA's words."""
+    raise RuntimeError("torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast. Use "
+                       "binary_cross_entropy_with_logits or BCEWithLogitsLoss, which are safe.")
+
+
 _library: list[torch.library.Library] = []  # a registration lasts as long as its library
 
 
 def install(_: ModuleType) -> None:
     library = torch.library.Library("aten", "IMPL")
-    for name, kernel in (("histc", histc), ("record_stream", record_stream), ("_efficientzerotensor", efficient_zeros),
+    for name, kernel in (("record_stream", record_stream), ("_efficientzerotensor", efficient_zeros),
                          ("_copy_from_and_resize", copy_from_and_resize), ("set_", set_nothing), ("_stack.out", stack_out),
                          ("range.out_", range_out), ("_reshape_from_tensor", reshape_from_tensor)):  # fmt: skip
         library.impl(name, kernel, "PrivateUse1")
     library.impl("_reshape_from_tensor", reshape_from_tensor, "AutogradPrivateUse1")
+    library.impl("binary_cross_entropy", banned_from_autocast, "AutocastPrivateUse1")
     _library.append(library)
 
 

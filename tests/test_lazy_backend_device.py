@@ -216,7 +216,7 @@ def test_type_names(dtype: torch.dtype, name: str) -> None:
     assert x.type("torch.FloatTensor").device.type == "cpu"
 
 
-def test_ops_whose_kernels_are_written_in_python() -> None:
+def test_ops_with_kernels_of_the_devices_own() -> None:
     numbers = torch.tensor([1, 2, 1, 7])
     counted = torch.histc(numbers.to(DEVICE), bins=4, min=0, max=8)
     assert counted.dtype == numbers.dtype and counted.tolist() == [2, 1, 0, 1]

@@ -162,6 +162,13 @@ int64_t sdp_choice_stub(const Tensor& q, const Tensor& k, const Tensor& v, Mask 
   return static_cast<int64_t>(q.is_nested() ? Backend::math : sdp_choice(q, k, v, mask, p, causal, scale, gqa));
 }
 
+// CUDA counts integers too, and libraries choose this op for every device but the CPU.
+Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
+  const bool cast = physical_type() == c10::kCPU && at::isIntegralType(self.scalar_type(), /*includeBool=*/false);
+  auto counts = at::empty({bins}, cast ? self.options().dtype(at::kDouble) : self.options());
+  return at::histc_out(counts, self.to(counts.scalar_type()), bins, min, max).to(self.scalar_type());
+}
+
 // The CPU's dropout draws through bernoulli_, CUDA's through one fused op: each gives the numbers its eager form gives.
 Tensor dropout(const Tensor& input, double p, bool train) {
   if (physical_type() == c10::kCUDA || p == 0 || !train || input.numel() == 0) return at::native::dropout(input, p, train);
@@ -222,6 +229,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", [](Tensor& self, at::Storage source) -> Tensor& { return at::native::set_(self, source); });
   m.impl("set_.source_Tensor", TORCH_FN(at::native::set_tensor_));
   m.impl("is_set_to", TORCH_FN(at::native::is_set_to));
+  m.impl("histc", histc);
   m.impl("_lazy_clone", [](const Tensor& self) { return self.clone(); });  // memory is shared by layouts here, not by pages
   keep_whole(m);
 }
