@@ -81,6 +81,13 @@ def medians(contestants: dict[str, Callable[[], object]], rounds: int) -> dict[s
     return {name: statistics.median(times) for name, times in taken.items()}
 
 
+def say_medians(contestants: dict[str, Callable[[], object]], rounds: int) -> None:
+    """A line for each contestant: its median, alone and against that of "eager"."""
+    times = medians(contestants, rounds)
+    for name, milliseconds in times.items():
+        say(f"{name:<22} {milliseconds:8.2f} ms a step, {milliseconds / times['eager']:.2f} of eager")
+
+
 def say(text: str) -> None:
     """Prints on the first rank."""
     if dist.get_rank() == 0:

@@ -115,9 +115,7 @@ def worker(options: argparse.Namespace) -> None:
         assert close and same
     launch.say(scheduler.report())
     with LazyScheduler():
-        times = launch.medians({"eager": eager, "lazysched": unscheduled, "lazysched, prefetched": scheduled}, options.rounds)
-    for name, milliseconds in times.items():
-        launch.say(f"{name:<22} {milliseconds:8.2f} ms a step, {milliseconds / times['eager']:.2f} of eager")
+        launch.say_medians({"eager": eager, "lazysched": unscheduled, "lazysched, prefetched": scheduled}, options.rounds)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

@@ -109,9 +109,7 @@ def worker(options: argparse.Namespace) -> None:
     assert close and same
 
     with LazyScheduler():
-        times = launch.medians({"eager": eager, "lazysched": unscheduled, "lazysched, scheduled": scheduled}, options.rounds)
-    for name, milliseconds in times.items():
-        launch.say(f"{name:<22} {milliseconds:8.2f} ms a step, {milliseconds / times['eager']:.2f} of eager")
+        launch.say_medians({"eager": eager, "lazysched": unscheduled, "lazysched, scheduled": scheduled}, options.rounds)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Iterator
+
 import pytest
 import torch
 
@@ -12,3 +14,13 @@ torch.set_num_threads(1)
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--conformance", choices=("everyday", "all"), default="everyday",
                      help="how much of tests/conformance runs: a fixed part, or all of it (see `python -m tests.conformance`)")
+
+
+@pytest.fixture
+def no_segments_left() -> Iterator[None]:
+    """Segments are of the process: the names of a test that uses this end with it."""
+    yield
+    from lazy_backend.entered import segments  # here: most tests need no device
+
+    for name in segments.names():
+        segments.remove(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from typing import Any, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +19,7 @@ from tests import towers
 from tests.device import DEVICE
 from tests.towers import Tower, name_all, pair, same, train
 
-
-@pytest.fixture(autouse=True)
-def no_segments_left() -> Iterator[None]:
-    yield
-    for name in segments.names():
-        segments.remove(name)
+pytestmark = pytest.mark.usefixtures("no_segments_left")
 
 
 class Everything(Tower):

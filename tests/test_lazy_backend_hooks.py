@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Iterator
 
 import pytest
 import torch
@@ -21,17 +20,11 @@ from lazy_backend import (
     register_schedule_hook,
     segment,
 )
-from lazy_backend.entered import segments
 from tests import ranks
 from tests.device import DEVICE
 from tests.towers import Tower, name_all, pair, same, train
 
-
-@pytest.fixture(autouse=True)
-def no_segments_left() -> Iterator[None]:
-    yield
-    for name in segments.names():
-        segments.remove(name)
+pytestmark = pytest.mark.usefixtures("no_segments_left")
 
 
 def swap(recorded: Recorded) -> list[tuple[str, str]]:

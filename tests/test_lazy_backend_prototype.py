@@ -4,23 +4,16 @@ segments run in the order that was asked for."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Iterator
 
 import pytest
 import torch
 from torch import nn
 
 from lazy_backend import LazyScheduler, register_segment
-from lazy_backend.entered import segments
 from tests.device import DEVICE
 from tests.towers import pair, same
 
-
-@pytest.fixture(autouse=True)
-def no_segments_left() -> Iterator[None]:
-    yield
-    for name in segments.names():
-        segments.remove(name)
+pytestmark = pytest.mark.usefixtures("no_segments_left")
 
 
 class Functions(nn.Module):

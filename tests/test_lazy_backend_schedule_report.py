@@ -5,7 +5,6 @@ from __future__ import annotations
 import html.parser
 import re
 from pathlib import Path
-from typing import Iterator
 
 import pytest
 import torch
@@ -18,20 +17,13 @@ from barriers.wishes import Moves, Wish, wishes_of
 from ir_nodes import SegmentCall
 from ir_nodes.estimate import CPU
 from lazy_backend import LazyScheduler, segment
-from lazy_backend.entered import segments
 from lazy_backend.schedule_page import page
 from lazy_backend.schedule_report import StepReport, seconds, size, text
 from tests.device import DEVICE
 from tests.towers import Tower, name_all, pair, same, train
 from tests.toys import Toy
 
-
-@pytest.fixture(autouse=True)
-def no_segments_left() -> Iterator[None]:
-    yield
-    for name in segments.names():
-        segments.remove(name)
-
+pytestmark = pytest.mark.usefixtures("no_segments_left")
 
 END = Barrier(BarrierKind.MARK_STEP, "mark_step()", None, 1, 0.0)
 

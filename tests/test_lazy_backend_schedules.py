@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Iterator
 
 import pytest
 import torch
@@ -12,16 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 import lazy_backend
 from lazy_backend import LazyScheduler, register_segments
-from lazy_backend.entered import segments
 from tests.device import DEVICE
 from tests.towers import Tower, name_all, pair, same, train
 
-
-@pytest.fixture(autouse=True)
-def no_segments_left() -> Iterator[None]:
-    yield
-    for name in segments.names():
-        segments.remove(name)
+pytestmark = pytest.mark.usefixtures("no_segments_left")
 
 
 class Hazard(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from typing import Callable, Iterator
+from typing import Callable
 
 import pytest
 import torch
@@ -15,18 +15,11 @@ import lazy_backend
 from barriers.segment import SegmentError
 from barriers.wishes import ContradictionError
 from lazy_backend import LazyScheduler, ScheduleError, orders, register_segment, register_segments, segment
-from lazy_backend.entered import segments
 from tests import children, towers
 from tests.device import DEVICE
 from tests.towers import FUNC1, Tower, name_all, pair, same, train
 
-
-@pytest.fixture(autouse=True)
-def no_segments_left() -> Iterator[None]:
-    yield
-    for name in segments.names():
-        segments.remove(name)
-
+pytestmark = pytest.mark.usefixtures("no_segments_left")
 
 SCHEDULES: dict[str, tuple[list[str], list[str]]] = {
     "as recorded": (["one", "two", "join"], ["one", "two", "join", "two_bwd", "one_bwd"]),

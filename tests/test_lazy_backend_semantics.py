@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from typing import Any, Callable, Iterator
+from typing import Any, Callable
 
 import pytest
 import torch
@@ -13,16 +13,10 @@ from torch import nn
 import lazy_backend
 from barriers.wishes import ContradictionError
 from lazy_backend import LazyScheduler, ScheduleError, register_segment, segment
-from lazy_backend.entered import segments
 from tests.device import DEVICE
 from tests.towers import Tower, name_all, pair, same, train
 
-
-@pytest.fixture(autouse=True)
-def no_segments_left() -> Iterator[None]:
-    yield
-    for name in segments.names():
-        segments.remove(name)
+pytestmark = pytest.mark.usefixtures("no_segments_left")
 
 
 class Shapes(Tower):
