@@ -1,4 +1,4 @@
-"""Every LAZYSCHED_* setting: its type, default and meaning, read from the environment once. Imports nothing of lazysched.
+"""Every LAZYSCHED_* setting: its type, default and meaning, read from the environment once. Imports `ir_nodes.optimisations`.
 
 The only file that reads environment variables. `current()` is what the other packages ask.
 """
@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ir_nodes.optimisations import OPTIMISATIONS
 
 PREFIX = "LAZYSCHED_"
 
@@ -34,6 +36,7 @@ class Settings:
     cache_dir: Path
     cache_size: int
     debug: frozenset[str]
+    disable: frozenset[str]
     verify: bool
     frames: bool
     schedule: Path | None
@@ -136,6 +139,8 @@ _ROWS = (
     _row("cache_size", "an integer above 0", "256", _positive, "executables kept in memory, the least recently used goes first"),
     _row("debug", "a comma-separated list of " + ", ".join(_DEBUG), "", _names(*_DEBUG),
          "prints each barrier with its reason, each generated kernel with its path, each graph"),
+    _row("disable", "a comma-separated list of " + ", ".join(OPTIMISATIONS), "", _names(*OPTIMISATIONS),
+         "optimisations to do without; `ir_nodes/optimisations.py` says what each does", changes_code=True),
     _row("verify", _BOOL, "0", _bool, "checks the IR after each pass"),
     _row("frames", _BOOL, "1", _bool, "notes the user's source line for each op"),
     _row("schedule", "a path to a JSON file", "", _optional_path, "segments, hooks and a schedule for an unchanged program"),
@@ -153,6 +158,12 @@ def current() -> Settings:
     if _current is None:
         _current = read(os.environ)
     return _current
+
+
+def enabled(optimisation: str) -> bool:
+    """Whether ``optimisation``, a name in `ir_nodes.optimisations`, is in force."""
+    assert optimisation in OPTIMISATIONS, optimisation
+    return optimisation not in current().disable
 
 
 def read(environment: Mapping[str, str]) -> Settings:

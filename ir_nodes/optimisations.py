@@ -1,0 +1,29 @@
+"""The table of optimisations that can be switched off one by one. Imports nothing of lazysched.
+
+`LAZYSCHED_DISABLE=cse,combo` runs without those two: to find which one is to blame, and to measure what each brings.
+`settings.enabled("cse")` is what a pass asks.
+"""
+
+from __future__ import annotations
+
+OPTIMISATIONS: dict[str, str] = {
+    "cse": "one node where two would compute the same value",
+    "fold": "results known when compiling, and ops that change nothing, cost nothing",
+    "recompute": "cheap values are computed again in backward instead of being kept",
+    "peak_order": "the order with the smallest peak memory among several",
+    "inplace": "results take the memory of operands that die",
+    "static_plan": "one allocation holds all of an executable's intermediate results",
+    "pad_rows": "rows of matrices that a product reads or writes start on 16-byte boundaries",
+    "fusion": "several ops in one kernel",
+    "horizontal": "independent ops over the same elements share a kernel",
+    "mix_order": "row and column reductions of one input share a pass over it",
+    "split": "long reductions with few results are split over programs",
+    "tiling": "two-dimensional tiles where operands disagree on the fast axis",
+    "loop_order": "a kernel walks its dimensions in the order that suits its operands",
+    "combo": "small kernels that do not depend on one another share a launch",
+    "templates": "matrix products with what surrounds them in one kernel, where that measured faster",
+    "autotune": "block sizes and warps are measured, once per kernel and machine",
+    "parallel_compile": "kernels compile in several processes",
+    "cuda_graphs": "a cached step replays as a CUDA graph",
+    "fused_random": "dropout draws its random numbers inside a fused kernel",
+}
