@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import math
 import platform
 import re
+import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,18 @@ RESULTS = ROOT / "benchmarks" / "results"
 MARK = "benchmark result: "
 
 
+@contextlib.contextmanager
+def fresh_caches() -> Iterator[dict[str, str]]:
+    """Environment variables under which nothing is compiled yet but lazysched's native core, as it is once installed."""
+    command = [sys.executable, "-c", "import lazy_backend, torch; torch.empty(1, device='lazysched')"]
+    subprocess.run(command, cwd=ROOT, env=settings.child_environment(), check=True, capture_output=True)
+    native = settings.current().cache_dir / "native"
+    with tempfile.TemporaryDirectory(prefix="benchmark") as folder:
+        shutil.copytree(native, Path(folder) / "lazysched" / "native")
+        names = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "LAZYSCHED_CACHE_DIR": "lazysched"}
+        yield {variable: str(Path(folder) / name) for variable, name in names.items()}
+
+
 def in_rounds(module: str, contestants: Sequence[str], rounds: int, arguments: Iterable[str] = ()) -> dict[str, list[Any]]:
     """What each contestant's process hands in, per round. Each round runs every contestant once, so that drift hits all alike."""
     results: dict[str, list[Any]] = {name: [] for name in contestants}
@@ -35,13 +50,20 @@ def in_rounds(module: str, contestants: Sequence[str], rounds: int, arguments: I
     return results
 
 
-def in_process(module: str, contestant: str, arguments: Iterable[str] = ()) -> Any:
-    """What ``python -m module --child contestant`` hands in. Raises RuntimeError with its last words where it fails."""
-    environment = settings.child_environment()
-    if contestant != "lazysched":
+def in_process(module: str, contestant: str, arguments: Iterable[str] = (), variables: Mapping[str, str] | None = None,
+               timeout: float | None = None) -> Any:
+    """What ``python -m module --child contestant`` hands in, with ``variables`` added to its environment.
+
+    Raises RuntimeError with its last words where it fails, or runs longer than ``timeout`` seconds.
+    """
+    environment = {**settings.child_environment(), **(variables or {})}
+    if not contestant.startswith("lazysched"):
         environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # the others must not feel the device at all
     command = [sys.executable, "-m", module, "--child", contestant, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{contestant} took longer than {timeout:.0f} s") from None
     found = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if done.returncode or not found:
         raise RuntimeError(f"{contestant} failed ({done.returncode}): {(done.stderr or done.stdout)[-3000:]}")

@@ -1,4 +1,4 @@
-"""Training GPT-2 small under autocast: eager, torch.compile, lazysched. Imports torch, `benchmarks.common` and `.training`.
+"""Training GPT-2 small under autocast: eager, torch.compile, lazysched. Imports torch and `benchmarks` parts below it.
 
     python -m benchmarks.gpt2 --compile
 
@@ -11,43 +11,13 @@ from __future__ import annotations
 import argparse
 import resource
 import statistics
-from collections import Counter
 from typing import Any
 
 import torch
 
 from benchmarks.common import hand_in, in_rounds, save, table
+from benchmarks.profiling import by_kind, gpu_kernels
 from benchmarks.training import CONTESTANTS, Task, Trainer
-
-KINDS = {  # kind of kernel: what its name holds; the first that fits
-    "copy or fill": ("memcpy", "memset"),
-    "attention": ("flash", "fmha", "attention", "sdpa"),
-    "matrix product": ("gemm", "nvjet", "cutlass", "splitk", "xmma", "cublas"),
-    "triton": ("triton", "lazysched", "fused"),
-    "optimizer": ("multi_tensor_apply", "adam"),
-    "reduction": ("reduce", "softmax", "norm", "sum"),
-}
-
-
-def kind(name: str) -> str:
-    """Which row of the table a kernel belongs to."""
-    lowered = name.lower()
-    return next((row for row, words in KINDS.items() if any(word in lowered for word in words)), "other")
-
-
-def kernels(trainer: Trainer) -> dict[str, list[float]]:
-    """Of one step: launches and microseconds on the GPU, by kind."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        trainer.seconds(1)
-    counts, times = Counter[str](), Counter[str]()
-    for event in profile.events():
-        # Where a PrivateUse1 device is registered, the profiler files the GPU's kernels under it.
-        on_gpu = event.device_type in (torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.PrivateUse1)
-        if on_gpu and not event.is_user_annotation:  # such as the range of a whole optimizer step
-            counts[kind(event.name)] += 1
-            times[kind(event.name)] += event.time_range.elapsed_us()
-    return {row: [counts[row], times[row]] for row in counts}
 
 
 def executable_steps(trainer: Trainer) -> dict[str, list[float]]:
@@ -73,7 +43,7 @@ def child(contestant: str, options: argparse.Namespace) -> None:
     tokens = options.batch * trainer.config.context
     launched: dict[str, list[float]] = {}
     if on_gpu:
-        launched = kernels(trainer)
+        launched = by_kind(gpu_kernels(lambda: trainer.seconds(1)))
     elif contestant == "lazysched":
         launched = executable_steps(trainer)
     hand_in({
