@@ -7,17 +7,21 @@ from typing import Any, Sequence
 
 import torch
 
+from codegen.compile_pool import warm_up
+from codegen.cuda_driver import Function
 from codegen.engine import Context, EngineError
 from codegen.executable import Emit, Program, emit_call
 from codegen.fuse import plan
 from codegen.interpreted import Interpreted, launch
 from codegen.kernel import Kernel, KernelArg, KernelStep, Pointer, Scalar, Size, Temporary
+from codegen.kernel_files import KernelCompileError, write_source
+from codegen.loading import load_all
 from codegen.memory_plan import kernel_use
-from codegen.triton_compile import Compiled, KernelCompileError, compile_kernel, interpret, write_source
+from codegen.triton_compile import interpret
 from codegen.tuning import HOPPER, INTERPRETER
-from ir_nodes import Graph
+from ir_nodes import Graph, settings
 
-_compiled: dict[tuple[Kernel, int], Compiled] = {}
+_shown: set[Kernel] = set()
 _interpreted: dict[Kernel, Interpreted] = {}
 _lock = threading.Lock()
 _SCALAR_KINDS = {torch.float32: "fp32", torch.float64: "fp64", torch.int64: "i64"}
@@ -29,10 +33,12 @@ def triton(graph: Graph, context: Context) -> tuple[list[Emit], list[int]]:
     On CUDA kernels are launched by the native core; elsewhere Triton's interpreter runs them, which is slow and meant for
     tests. Raises EngineError.
     """
+    if context.cuda and settings.enabled("parallel_compile"):
+        warm_up(context.kernel_dir)
     planned = plan(graph, tuning=HOPPER if context.cuda else INTERPRETER)
     kernels = list(dict.fromkeys(step.kernel for step in planned.steps if isinstance(step, KernelStep)))
     try:
-        ready = compile_all(kernels, context) if context.cuda else interpret_all(kernels, context)
+        ready = load_kernels(kernels, context) if context.cuda else interpret_all(kernels, context)
     except (KernelCompileError, OSError) as error:
         raise EngineError(str(error)) from error
     base = len(graph.buffers)
@@ -48,31 +54,26 @@ def triton(graph: Graph, context: Context) -> tuple[list[Emit], list[int]]:
     return emits, [temporary.nbytes for temporary in planned.temporaries]
 
 
-def compile_all(kernels: Sequence[Kernel], context: Context) -> dict[Kernel, Compiled]:
-    """Compile what is not compiled yet, one after the other.
-
-    Raises KernelCompileError.
-    """
+def load_kernels(kernels: Sequence[Kernel], context: Context) -> dict[Kernel, Function]:
+    """Load what is to be launched, compiling what is new. Raises KernelCompileError."""
     for kernel in kernels:
-        with _lock, torch.cuda.device(context.device):
-            if (kernel, context.device) not in _compiled:
-                show(kernel, context)
-                _compiled[kernel, context.device] = compile_kernel(kernel, context.kernel_dir)
-    return {kernel: _compiled[kernel, context.device] for kernel in kernels}
+        show(kernel, context)
+    return load_all(kernels, context.kernel_dir, context.device)
 
 
 def interpret_all(kernels: Sequence[Kernel], context: Context) -> dict[Kernel, Interpreted]:
     """Load what is to be interpreted. Raises KernelCompileError."""
     for kernel in kernels:
         with _lock:
+            show(kernel, context)
             if kernel not in _interpreted:
-                show(kernel, context)
                 _interpreted[kernel] = interpret(kernel, context.kernel_dir)
     return {kernel: _interpreted[kernel] for kernel in kernels}
 
 
 def show(kernel: Kernel, context: Context) -> None:
-    if context.show is not None:
+    if context.show is not None and kernel not in _shown:
+        _shown.add(kernel)
         path = write_source(kernel, context.kernel_dir)
         context.show(f"# {path}\n{kernel.source}")
 
@@ -81,12 +82,12 @@ def written(step: KernelStep) -> tuple[int, ...]:
     return tuple(dict.fromkeys(item.buffer.index for item in step.writes if not isinstance(item, Temporary)))
 
 
-def emit_launch(step: KernelStep, compiled: Compiled, scratch: dict[int, int]) -> Emit:
+def emit_launch(step: KernelStep, compiled: Function, scratch: dict[int, int]) -> Emit:
     args = [launch_arg(arg, scratch) for arg in step.args]
     instr = step.nodes[0].instr
 
     def add(program: Program) -> None:
-        program.launch(compiled.function, step.grid, 32 * compiled.num_warps, compiled.shared, args, instr)
+        program.launch(compiled.handle, step.grid, 32 * compiled.num_warps, compiled.shared, args, instr)
 
     return Emit(kernel_use(step), written(step), add, step.nodes)
 

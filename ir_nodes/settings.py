@@ -209,6 +209,18 @@ def child_environment(**values: Any) -> dict[str, str]:
     return environment
 
 
+def triton_variables() -> tuple[tuple[str, str], ...]:
+    """The environment's variables for Triton that may change what it compiles, for cache keys."""
+    where = ("TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_CACHE_MANAGER")
+    return tuple(sorted((key, value) for key, value in os.environ.items() if key.startswith("TRITON_") and key not in where))
+
+
+def processes_here() -> int:
+    """How many processes of a distributed program share this machine, as torchrun says; 1 where nobody does."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(text)) if text.isdigit() else 1
+
+
 def table() -> list[tuple[str, str, str, str, str]]:
     """Rows of (variable, valid values, default, meaning, "yes" where it changes generated code), in reading order."""
     return [(r.variable, r.valid, r.default, r.doc, "yes" if r.changes_code else "no") for r in _ROWS]

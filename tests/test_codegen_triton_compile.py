@@ -31,7 +31,7 @@ def step_of(size: int = 64) -> KernelStep:
 
 def test_a_kernel_compiles_for_hopper_without_a_gpu(tmp_path: Path) -> None:
     compiled = compile_for_hopper(step_of().kernel, tmp_path)
-    assert compiled.function == 0 and compiled.num_warps == step_of().kernel.num_warps and compiled.shared >= 0
+    assert compiled.num_warps == step_of().kernel.num_warps and compiled.shared >= 0
     assert "sm_90" in compiled.handle.asm["ptx"]
 
 

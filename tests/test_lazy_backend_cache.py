@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lazy_backend
-from codegen import triton_engine
+from codegen import loading, triton_engine
 from tests.device import DEVICE
 
 
@@ -25,7 +25,7 @@ def compiles() -> int:
 
 
 def loaded() -> int:
-    return len(triton_engine._interpreted) + len(triton_engine._compiled)
+    return len(triton_engine._interpreted) + len(loading._loaded)
 
 
 def run(program: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:

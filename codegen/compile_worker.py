@@ -1,0 +1,80 @@
+"""A process that compiles kernels: jobs as lines of JSON on stdin, answers on what was stdout. Imports triton only.
+
+It needs no GPU. It ends when its parent closes the pipe or ends, in the middle of a compilation, too, and after a minute
+without work; whoever
+starts it lets it ignore Ctrl-C, which is for the parent.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import queue
+import select
+import shutil
+import tempfile
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import triton
+from triton.runtime import cache
+
+from codegen.triton_build import build, gpu_target, import_source
+
+IDLE_SECONDS = 60.0
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what Triton prints must not come between the answers
+    scratch = tempfile.mkdtemp(prefix="lazysched-triton-")
+    # The parent keeps results by a key of its own. Triton's would first hash half a gigabyte of its own library.
+    triton.knobs.cache.dir = scratch
+    if hasattr(cache, "triton_key"):
+        cache.triton_key = lambda: triton.__version__
+    jobs: queue.Queue[dict[str, Any] | None] = queue.Queue()
+    busy = threading.Event()
+    threading.Thread(target=read, args=(jobs, busy, os.getppid(), scratch), daemon=True).start()
+    answers.write(b'{"ready": true}\n')
+    while (job := jobs.get()) is not None:
+        answers.write(json.dumps(answer(job)).encode() + b"\n")
+        if jobs.empty():
+            busy.clear()
+    leave(scratch)
+
+
+def read(jobs: queue.Queue[dict[str, Any] | None], busy: threading.Event, parent: int, scratch: str) -> None:
+    """Put jobs into the queue; end the process when nobody waits for it any more."""
+    rest, idle = b"", 0.0
+    while os.getppid() == parent and idle < IDLE_SECONDS:
+        if not select.select([0], [], [], 1.0)[0]:
+            idle = 0.0 if busy.is_set() else idle + 1.0
+            continue
+        data = os.read(0, 1 << 16)
+        if not data:
+            break
+        idle = 0.0
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            jobs.put(json.loads(line))
+            busy.set()
+    leave(scratch)
+
+
+def leave(scratch: str) -> None:
+    shutil.rmtree(scratch, ignore_errors=True)
+    os._exit(0)
+
+
+def answer(job: dict[str, Any]) -> dict[str, Any]:
+    """Compile one kernel. Errors are told, not raised."""
+    try:
+        handle = build(SimpleNamespace(**job["kernel"]), import_source(Path(job["path"])), gpu_target(job["arch"]))
+    except Exception as error:  # Triton raises its own, MLIR's and ptxas' errors, without a common base
+        return {"id": job["id"], "error": f"{type(error).__name__}: {error}"}
+    code = base64.b64encode(handle.asm["cubin"]).decode()
+    return {"id": job["id"], "name": handle.metadata.name, "shared": handle.metadata.shared,
+            "num_warps": handle.metadata.num_warps, "code": code}
