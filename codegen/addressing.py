@@ -16,6 +16,7 @@ class IndexWriter:
         self.body, self.tile, self.arguments = body, tile, arguments
         self._lines: list[str] = []
         self._indent = 1
+        self._starts: dict[int, str] = {}  # where this program's block of each axis begins
 
     def _line(self, text: str) -> None:
         self._lines.append("    " * self._indent + text)
@@ -65,6 +66,7 @@ class IndexWriter:
 
     def _index(self, number: int, start: str, end: str = "") -> None:
         """Define the axis's index, its mask and the index along each of its dimensions."""
+        self._starts[number] = start
         self._line(f"i{number} = " + (f"{start} + " if start else "") + self._arange(number))
         self._line(f"m{number} = i{number} < {end or self._extent(number)}")
         self._split(number)
@@ -93,15 +95,40 @@ class IndexWriter:
         numbers = [number for number in (0, 1, 2) if self.tile.axes[number] is not None]
         out: dict[int, list[str]] = {}
         for number in numbers:
-            dims = self._axis(number).dims
-            if self._linear(strides, number):
-                pairs = [(f"i{number}", strides[dims[-1]])] if dims else []
-            else:
-                pairs = [(f"x{dim}", strides[dim]) for dim in dims]
+            pairs = self._pairs(strides, number)
             terms = [self._scaled(index, stride, number, strides) for index, stride in pairs if stride]
             if terms:
                 out[number] = terms
         return out
+
+    def position(self, step: Step) -> str:
+        """What the step's form gives each element."""
+        return " + ".join(term for terms in self._terms(step).values() for term in terms) or "tl.full([], 0, tl.int32)"
+
+    def quarter(self, step: Step) -> str | None:
+        """A fourth of the step's position for every fourth element along axis 1, where positions run along that axis four by four
+        from a multiple of four on, and each program has whole fours; else None."""
+        strides, axis = self.tile.strides[id(step)], self._axis(1)
+        others = [strides[dim] for number in (0, 2) for dim in self._dims(number)]
+        along = bool(axis.dims) and self._linear(strides, 1) and strides[axis.dims[-1]] == 1
+        if not along or axis.extent % 4 or axis.block % 4 or any(stride % 4 for stride in others):
+            return None
+        start = self._starts[1]
+        lanes = "tl.arange(0, B1 // 4)" + ("[None, :]" if self.tile.axes[0] is not None else "")
+        terms = [f"{index} * {self.arguments.stride(stride // 4)}" for number in (0, 2) for index, stride in
+                 self._pairs(strides, number) if stride]
+        return " + ".join([*terms, f"({start}) // 4 + {lanes}" if start else lanes])
+
+    def _dims(self, number: int) -> tuple[int, ...]:
+        axis = self.tile.axes[number]
+        return () if axis is None else axis.dims
+
+    def _pairs(self, strides: tuple[int, ...], number: int) -> list[tuple[str, int]]:
+        """(index, stride) of each summand of an operand's offset along an axis."""
+        dims = self._dims(number)
+        if dims and self._linear(strides, number):
+            return [(f"i{number}", strides[dims[-1]])]
+        return [(f"x{dim}", strides[dim]) for dim in dims]
 
     def _scaled(self, index: str, stride: int, number: int, strides: tuple[int, ...]) -> str:
         if stride == 1:

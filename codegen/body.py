@@ -22,7 +22,7 @@ class Step:
     """An instruction of a body. ``form`` is the address pattern over the full space (loads, stores, gathers, coords).
 
     ``phase`` counts the reductions that must be complete before it. ``stage``: "load", "store", "gather", "expr",
-    "reduce", "coord", "scalar", "size" as for `codegen.instructions.Instr`.
+    "reduce", "coord", "scalar", "size", "seed", "offset", "random" as for `codegen.instructions.Instr`.
     """
 
     stage: str
@@ -66,11 +66,11 @@ class Body:
         self.steps.append(step)
         return step
 
-    def drop_unused(self) -> None:
-        """Remove what no store needs."""
+    def drop_unused(self, draws: bool = True) -> None:
+        """Remove what no store needs; with ``draws`` an offset stays, for it moves its generator, used or not."""
         used: set[int] = set()
         for step in reversed(self.steps):
-            if step.stage == "store" or id(step) in used:
+            if step.stage == "store" or draws and step.stage == "offset" or id(step) in used:
                 used.update(id(arg) for arg in step.args)
                 used.add(id(step))
         self.steps = [step for step in self.steps if id(step) in used]
@@ -126,8 +126,12 @@ class BodyBuilder:
         if instr.kind == "gather":
             return self._gather(instr, args[0])
         if instr.kind == "coord":
-            return self._coord(unit, instr.payload, level)
-        if instr.kind in ("scalar", "size"):
+            return self._coordinate(instr.payload, level, unit in self.group.kept_units)  # type: ignore[arg-type]
+        if instr.kind == "random":
+            seed, offset, place = args
+            return self.body.add(Step("random", instr.dtype, level, 0, (seed, offset), form=place.form,
+                                      kept_form=place.kept_form, payload=instr.payload))
+        if instr.kind in ("scalar", "size", "seed", "offset"):
             key = (instr.kind, instr.payload, instr.dtype)
             if key not in self._inputs:
                 self._inputs[key] = self.body.add(Step(instr.kind, instr.dtype, UNIFORM, payload=instr.payload))
@@ -190,20 +194,19 @@ class BodyBuilder:
             step = Step("gather", instr.dtype, KEPT, 0, (index,), access=access, form=self._full(rest, KEPT),
                         kept_form=rest, payload=instr.payload)
             return self.body.add(step)
-        column = self._coordinate(interval, access.level, False)
+        lower, upper = interval
+        form = forms.collapse((self.group.numel // upper, upper // lower, lower), (0, 1, 0))
+        column = self._coordinate(form, access.level, False)
         text = "tl.where({0} == {1}, {2}, 0.0)"
         picked = self.body.add(Step("expr", source.dtype, FULL, 0, (column, index, source), text))
         return self.body.add(Step("reduce", source.dtype, KEPT, 0, (picked,), "add"))
 
-    def _coord(self, unit: Unit, payload: object, level: int) -> Step:
-        return self._coordinate(payload, level, unit in self.group.kept_units)  # type: ignore[arg-type]
-
-    def _coordinate(self, interval: tuple[int, int], level: int, kept: bool) -> Step:
-        lower, upper = interval
-        numel = self.group.kept if kept else self.group.numel
-        form = forms.collapse((numel // upper, upper // lower, lower), (0, 1, 0))
+    def _coordinate(self, form: Form, level: int, kept: bool) -> Step:
         full = self._full(form, KEPT if kept else FULL)
-        return self.body.add(Step("coord", torch.int32, level, form=full, kept_form=form))
+        key = ("coord", full, level)
+        if key not in self._inputs:
+            self._inputs[key] = self.body.add(Step("coord", torch.int32, level, form=full, kept_form=form))
+        return self._inputs[key]
 
 
 def reduced_flags(dims: tuple[int, ...], reduced: Reduced | None) -> tuple[bool, ...]:
@@ -247,7 +250,7 @@ def split_body(body: Body, shares: int, node: Node) -> tuple[Body, Body]:
             moved[id(step)] = replace(step, args=args, form=form)
             second.steps.append(moved[id(step)])
     for half in (first, second):
-        half.drop_unused()
+        half.drop_unused(draws=half is first)
         half.stored = [step.access.value for step in half.steps if step.stage == "store" and step.access is not None]
     return first, second
 

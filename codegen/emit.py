@@ -25,7 +25,10 @@ def emit_group(group: Group, outside: set[Value], scratch: Scratch, tuning: Tuni
     body = BodyBuilder(group).build(outside)
     nodes = tuple(dict.fromkeys(unit.node for unit in group.units))
     if not body.stored:
-        return []
+        drawing = [unit.node for unit in group.units if unit.part is not None and unit.part.draws]
+        if not drawing:
+            return []
+        body = BodyBuilder(group).build({drawing[0].writes[0].value})  # dead, but the generator has to move on
     if not group.split:
         tile = lay_out(body, tuning)
         if tile.looped:

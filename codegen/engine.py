@@ -22,6 +22,7 @@ class Context:
     device: int
     kernel_dir: Path
     show: Callable[[str], None] | None = None  # told each generated source, under a debug level
+    draws: bool = False  # can launches be given a generator's seed and offset?
 
 
 Engine = Callable[[Graph, Context], tuple[list[Emit], list[int]]]

@@ -32,7 +32,7 @@ def plan(graph: Graph, order: Iterable[tuple[Node, Node]] = (), tuning: Tuning =
     ``order`` holds (earlier, later) pairs that data flow does not show: collectives, segments; ``graph.nodes`` already keeps
     them.
     """
-    units = lower_all(graph)
+    units = lower_all(graph, tuning)
     add_dependencies(graph, units, order)
     fuser = Fuser(tuning)
     for unit in units:
@@ -53,13 +53,13 @@ def plan(graph: Graph, order: Iterable[tuple[Node, Node]] = (), tuning: Tuning =
     return Plan(tuple(steps), scratch.all(), tuple(fuser.refusals))
 
 
-def lower_all(graph: Graph) -> list[Unit]:
+def lower_all(graph: Graph, tuning: Tuning = HOPPER) -> list[Unit]:
     """Every node as units, in order."""
     units: list[Unit] = []
     scratch = 0
     for node in graph.nodes:
         try:
-            parts = lower(node, scratch)
+            parts = lower(node, scratch, tuning)
         except Unsupported as refusal:
             units.append(Unit(len(units), node, None, str(refusal)))
             continue
@@ -72,7 +72,8 @@ def lower_all(graph: Graph) -> list[Unit]:
 def written_values(unit: Unit) -> list[Value]:
     if unit.part is None:
         return [write.value for write in unit.node.all_writes()]
-    return [access.value for mode, access in unit.part.accesses() if mode == "w"]
+    states = [write.value for write in unit.node.effects] if unit.part.draws else []
+    return [access.value for mode, access in unit.part.accesses() if mode == "w"] + states
 
 
 def values_written_by(group: Group) -> list[Value]:
@@ -86,6 +87,8 @@ def needed_values(unit: Unit) -> list[Value]:
     mine = dict.fromkeys(written_values(unit))
     partial = [write for write in unit.node.all_writes() if not write.layout.covers(write.value.buffer.nbytes)]
     bases = [write.base for write in partial if write.base is not None and write.value in mine]
+    if unit.part.draws:
+        bases += [write.base for write in unit.node.effects if write.base is not None]
     return [access.value for mode, access in unit.part.accesses() if mode == "r"] + bases
 
 

@@ -69,6 +69,7 @@ class Group:
     cuts: tuple[int, ...] = ()
     kept_units: dict[Unit, None] = field(default_factory=dict)  # pointwise units placed over the kept elements
     touched: Touched = field(default_factory=dict)
+    patterns: dict[Form, None] = field(default_factory=dict)  # of indices that it computes with, over the full space
     late: dict[Value, None] = field(default_factory=dict)  # values that exist only once a reduction is complete
     preds: dict["Group", None] = field(default_factory=dict)
     succs: dict["Group", None] = field(default_factory=dict)
@@ -108,9 +109,14 @@ def new_group(unit: Unit, level: int, tuning: Tuning) -> Group:
 def absorb(group: Group, units: list[Unit], kept_units: dict[Unit, None]) -> None:
     """Add the memory behaviour of ``units`` to the group's summary."""
     for unit in units:
+        for pattern, level in unit.part.patterns() if unit.part else ():
+            form = full_form(pattern, KEPT if unit in kept_units else level, group)
+            if form is not None:
+                group.patterns[form] = None
+                group.cuts = forms.merge_cuts(group.cuts, forms.cuts(form)) or group.cuts
         for mode, access in unit.part.accesses() if unit.part else ():
             level = KEPT if unit in kept_units else access.level
-            form = full_form(access, level, group)
+            form = full_form(access.form, level, group)
             group.cuts = forms.merge_cuts(group.cuts, forms.cuts(form or ())) or group.cuts
             gathers = access.index_stride != 0
             key = (form, access.dtype, access.byte_offset, gathers)
@@ -122,9 +128,9 @@ def absorb(group: Group, units: list[Unit], kept_units: dict[Unit, None]) -> Non
                     group.late[access.value] = None
 
 
-def full_form(access: MemAccess, level: int, group: Group) -> Form | None:
-    """The access's form over the group's whole space."""
-    return access.form if level == FULL else forms.embed(access.form, group.reduced or (), group.numel)
+def full_form(form: Form, level: int, group: Group) -> Form | None:
+    """A form over the group's whole space."""
+    return form if level == FULL else forms.embed(form, group.reduced or (), group.numel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +168,8 @@ def can_fuse(left: Group, right: Group) -> Joint | str:
         return "the schedule keeps their segments apart"
     if len(left.units) + len(right.units) > MAX_NODES:
         return f"more than {MAX_NODES} nodes in one kernel"
+    if all(any(unit.part is not None and unit.part.draws for unit in group.units) for group in (left, right)):
+        return "each draws random numbers"
     operands = sum(len(feet) for group in (left, right) for feet in group.touched.values())
     if operands > MAX_OPERANDS and _distinct(left, right) > MAX_OPERANDS:
         return f"more than {MAX_OPERANDS} operands in one kernel"
@@ -189,6 +197,11 @@ def _memory_reason(left: Group, right: Group, joint: Joint) -> str | None:
                 if cuts is None:
                     return "their operands' dimensions do not nest"
                 side.setdefault(buffer, {})[key] = Footprint(form, foot.dtype, foot.access, foot.gathers, foot.written)
+        for pattern in group.patterns:
+            form = forms.embed(pattern, joint.reduced or (), joint.numel) if moved else pattern
+            cuts = None if form is None or cuts is None else forms.merge_cuts(cuts, forms.cuts(form))
+            if cuts is None:
+                return "their operands' dimensions do not nest"
         sides.append(side)
     if cuts is not None and len(cuts) + 1 > MAX_DIMS:
         return f"more than {MAX_DIMS} dimensions that do not merge"
@@ -224,7 +237,7 @@ def merge(left: Group, right: Group, joint: Joint, level: int) -> Group:
     left.level, left.numel, left.reduced, left.split = level, joint.numel, joint.reduced, joint.split
     left.kept_units = dict.fromkeys(joint.kept_units)
     left.cuts = forms.reduced_cuts(joint.reduced or (), joint.numel)
-    left.touched, left.late = {}, {}
+    left.touched, left.late, left.patterns = {}, {}, {}
     absorb(left, left.units, left.kept_units)
     for neighbour in right.preds:
         neighbour.succs.pop(right, None)

@@ -44,10 +44,11 @@ class MemAccess:
 
 @dataclass(slots=True, eq=False)
 class Instr:
-    """``kind``: "load", "store", "gather", "expr", "reduce", "coord", "scalar", "size".
+    """``kind``: "load", "store", "gather", "expr", "reduce", "coord", "scalar", "size", "seed", "offset", "random".
 
     ``text`` is an expression over {0}, {1}, ... (expr) or the combining function's name (reduce). ``dtype`` is what the
-    result is held in. ``payload`` is the kind's own datum: the interval of a coord, the scalar's index, the size.
+    result is held in. ``payload`` is the kind's own datum: the form of a coord, the scalar's index, the size, the generator's
+    buffer (seed), (buffer, increment) of an offset, the `codegen.draws.Stream` of a random number.
     """
 
     kind: str
@@ -83,9 +84,18 @@ class Part:
         """("r" or "w", access) in program order."""
         return [("w" if i.kind == "store" else "r", i.access) for i in self.instrs if i.access is not None]
 
+    def patterns(self) -> list[tuple[Form, int]]:
+        """(form, level) of the indices that it computes with, which cut its space as memory accesses do."""
+        return [(i.payload, i.level) for i in self.instrs if i.kind == "coord"]  # type: ignore[misc]
+
     @property
     def reduces(self) -> bool:
         return any(instr.kind == "reduce" for instr in self.instrs)
+
+    @property
+    def draws(self) -> bool:
+        """True where it takes numbers from a generator, which it moves on."""
+        return any(instr.kind == "offset" for instr in self.instrs)
 
     @property
     def waits(self) -> bool:

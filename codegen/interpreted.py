@@ -7,7 +7,7 @@ from typing import Any, Callable, Mapping, MutableMapping, Sequence
 
 import torch
 
-from codegen.kernel import ExternStep, KernelArg, KernelStep, Plan, Pointer, Scalar, Temporary
+from codegen.kernel import ExternStep, KernelArg, KernelStep, Offset, Plan, Pointer, Scalar, Seed, Size, Temporary
 from codegen.triton_compile import interpret
 
 Interpreted = Callable[[tuple[int, int, int], Sequence[Any]], None]
@@ -24,7 +24,18 @@ def resolve(arg: KernelArg, memory: Memory, scratch: MutableMapping[int, torch.T
         return memory[arg.source.buffer.index][arg.byte_offset :]
     if isinstance(arg, Scalar):
         return float(scalars[arg.index]) if arg.dtype.is_floating_point else int(scalars[arg.index])
-    return arg.value
+    if isinstance(arg, Size):
+        return arg.value
+    return draw(arg, memory[arg.generator.index].view(torch.int64))
+
+
+def draw(arg: Seed | Offset, state: torch.Tensor) -> int:
+    """The seed, or the offset, which moves on; ``state`` is int64[2] as in `torch.cuda.get_rng_state`: seed and offset."""
+    if isinstance(arg, Seed):
+        return int(state[0])
+    before = int(state[1])
+    state[1] += arg.increment
+    return before
 
 
 def launch(step: KernelStep, kernel: Interpreted, memory: Memory, scratch: MutableMapping[int, torch.Tensor],

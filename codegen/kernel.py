@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ir_nodes.node import Node, Value
+from ir_nodes.node import Buffer, Node, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,22 @@ class Size:
     value: int
 
 
-KernelArg = Pointer | Scalar | Size
+@dataclass(frozen=True, slots=True)
+class Seed:
+    """The seed of the Philox generator whose state is ``generator``, read at the launch (int64)."""
+
+    generator: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Offset:
+    """The generator's offset at the launch (int64, a multiple of 4), which the launch moves on by ``increment``."""
+
+    generator: Buffer
+    increment: int
+
+
+KernelArg = Pointer | Scalar | Size | Seed | Offset
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from codegen import cross_entropy, forms, normalisation, reductions
+from typing import Callable
+
+from codegen import cross_entropy, draws, forms, normalisation, reductions
 from codegen.expressions import Unsupported
 from codegen.foreach import PREFIX, lower_foreach
 from codegen.group import MAX_DIMS
-from codegen.instructions import Part
+from codegen.instructions import KEPT, Part
 from codegen.lowering import argument_names
 from codegen.pointwise import lower_pointwise
 from codegen.reductions import Lowered
+from codegen.tuning import HOPPER, Tuning
 from ir_nodes.node import Node
 
 FEW_ROWS, LONG_ROW = 16, 1 << 16
@@ -36,11 +39,15 @@ REDUCTIONS: dict[str, Lowered] = {
 """Keyed by `ir_nodes.node.Node.name`."""
 
 
-def lower(node: Node, scratch: int) -> list[Part]:
+DRAWS: dict[str, Callable[[Node, Tuning], list[Part]]] = {"native_dropout": draws.lower_dropout}
+"""Ops that take numbers from a generator."""
+
+
+def lower(node: Node, scratch: int, tuning: Tuning = HOPPER) -> list[Part]:
     """The node's parts. ``scratch`` numbers the next scratch value. Raises Unsupported with a readable reason."""
     if not node.target.startswith("aten::"):
         raise Unsupported(f"{node.target} is not an ATen op")
-    if node.effects or not node.writes:
+    if not node.writes or node.effects and node.name not in DRAWS:
         raise Unsupported("it has effects beyond its results")
     how = REDUCTIONS.get(node.name)
     if node.name in ("max", "min"):
@@ -50,7 +57,8 @@ def lower(node: Node, scratch: int) -> list[Part]:
     if node.name.startswith(PREFIX):
         parts = lower_foreach(node)
     else:
-        parts = how(node, scratch) if how else [lower_pointwise(node)]
+        drawn = DRAWS.get(node.name)
+        parts = drawn(node, tuning) if drawn else how(node, scratch) if how else [lower_pointwise(node)]
     for part in parts:
         _check(part)
     return parts
@@ -58,8 +66,11 @@ def lower(node: Node, scratch: int) -> list[Part]:
 
 def _check(part: Part) -> None:
     cuts: tuple[int, ...] | None = forms.reduced_cuts(part.reduced or (), part.numel)
+    seen = part.patterns()
     for _, access in part.accesses():
-        form = forms.embed(access.form, part.reduced or (), part.numel) if access.level == 1 else access.form
+        seen.append((access.form, access.level))
+    for pattern, level in seen:
+        form = forms.embed(pattern, part.reduced or (), part.numel) if level == KEPT else pattern
         cuts = None if form is None or cuts is None else forms.merge_cuts(cuts, forms.cuts(form))
     if cuts is None:
         raise Unsupported("its operands' dimensions do not nest")

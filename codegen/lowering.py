@@ -13,7 +13,7 @@ import torch
 
 from codegen import forms
 from codegen.expressions import Unsupported
-from codegen.forms import Reduced
+from codegen.forms import Form, Reduced
 from codegen.instructions import FULL, KEPT, UNIFORM, Instr, MemAccess, Part
 from codegen.promotion import COMPUTABLE, HALF, TRITON_TYPES, compute_dtype
 from ir_nodes.layout import Layout
@@ -89,7 +89,8 @@ class Lowering:
         self.kept_shape = kept
         self.part = Part(node, numel, reduced)
 
-    def _add(self, instr: Instr) -> Instr:
+    def add(self, instr: Instr) -> Instr:
+        """Append an instruction."""
         self.part.instrs.append(instr)
         return instr
 
@@ -113,7 +114,7 @@ class Lowering:
             return self.cast(self.read(filled, compute_dtype(layout.dtype)), layout.dtype)
         access = self.access(operand.value, layout, level)
         rounded = layout.dtype if layout.dtype in HALF else None
-        return self._add(Instr("load", compute_dtype(layout.dtype), level, access=access, rounded=rounded))
+        return self.add(Instr("load", compute_dtype(layout.dtype), level, access=access, rounded=rounded))
 
     def scalar(self, number: ScalarInput, dtype: torch.dtype) -> Instr:
         """A number input as ``dtype``."""
@@ -123,11 +124,11 @@ class Lowering:
             held = torch.float64 if dtype is torch.float64 else torch.float32
         else:
             held = torch.int64
-        return self.cast(self._add(Instr("scalar", held, UNIFORM, payload=number.index)), dtype)
+        return self.cast(self.add(Instr("scalar", held, UNIFORM, payload=number.index)), dtype)
 
     def size(self, value: int, dtype: torch.dtype = torch.float32) -> Instr:
         """An integer known when planning, passed as an argument, as ``dtype``."""
-        return self.cast(self._add(Instr("size", torch.int64, UNIFORM, payload=value)), dtype)
+        return self.cast(self.add(Instr("size", torch.int64, UNIFORM, payload=value)), dtype)
 
     def read(self, arg: Any, dtype: torch.dtype | None = None, level: int = FULL) -> Instr:
         """Any argument that stands for numbers: operand, number input or constant. ``dtype`` None keeps an operand's own."""
@@ -145,7 +146,7 @@ class Lowering:
     def expr(self, text: str, *args: Instr, dtype: torch.dtype) -> Instr:
         """``text`` over {0}, {1}, ..."""
         level = max((arg.level for arg in args), default=UNIFORM)
-        return self._add(Instr("expr", dtype, level, args, text))
+        return self.add(Instr("expr", dtype, level, args, text))
 
     def cast(self, value: Instr, dtype: torch.dtype) -> Instr:
         """``value`` held as ``compute_dtype(dtype)``, and rounded to ``dtype`` where that is a 16-bit float."""
@@ -174,12 +175,16 @@ class Lowering:
 
     def reduce(self, how: str, value: Instr) -> Instr:
         """Combine over the reduced dimensions with "add", "max" or "min"."""
-        return self._add(Instr("reduce", value.dtype, KEPT, (value,), how))
+        return self.add(Instr("reduce", value.dtype, KEPT, (value,), how))
 
     def coord(self, dim: int) -> Instr:
         """The index along ``dim`` of the full space, int64-free: held as the kernel's index type."""
         lower = math.prod(self.shape[dim + 1 :])
-        return self._add(Instr("coord", torch.int32, FULL, payload=(lower, lower * self.shape[dim])))
+        return self.place(forms.collapse((math.prod(self.shape[:dim]), self.shape[dim], lower), (0, 1, 0)))
+
+    def place(self, form: Form) -> Instr:
+        """The number that ``form`` gives each element of the full space, such as its position in a layout."""
+        return self.add(Instr("coord", torch.int32, FULL, payload=form))
 
     def gather(self, operand: Operand, dim: int, index: Instr) -> Instr:
         """``operand[..., index, ...]`` per kept element, the full space's ``dim`` being the one indexed."""
@@ -190,7 +195,7 @@ class Lowering:
         lower = math.prod(self.shape[dim + 1 :])
         rest = forms.collapse(layout.size[:dim] + layout.size[dim + 1 :], layout.stride[:dim] + layout.stride[dim + 1 :])
         payload = ((lower, lower * self.shape[dim]), rest)
-        return self._add(Instr("gather", compute_dtype(layout.dtype), KEPT, (index,), access=access, payload=payload,
+        return self.add(Instr("gather", compute_dtype(layout.dtype), KEPT, (index,), access=access, payload=payload,
                                rounded=rounded))
 
     def write(self, index: int, value: Instr, level: int = FULL) -> Instr:
@@ -203,7 +208,7 @@ class Lowering:
         if any(stride == 0 for _, stride in access.form):
             raise Unsupported("a write through an overlapping view")
         value = self.cast(value, layout.dtype)
-        return self._add(Instr("store", value.dtype, level, (value,), access=access))
+        return self.add(Instr("store", value.dtype, level, (value,), access=access))
 
 
 def eval_literal(text: str) -> bool | int | float:

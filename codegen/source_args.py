@@ -7,8 +7,8 @@ import torch
 
 from codegen.body import Scratch
 from codegen.instructions import MemAccess
-from codegen.kernel import KernelArg, Pointer, Scalar, Size, Temporary
-from ir_nodes.node import Value
+from codegen.kernel import KernelArg, Offset, Pointer, Scalar, Seed, Size, Temporary
+from ir_nodes.node import Buffer, Value
 
 POINTER_TYPES = {
     torch.bool: "i1", torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
@@ -61,6 +61,14 @@ class ArgumentList:
         number = int(payload)  # type: ignore[call-overload]
         argument = Scalar(number, dtype) if stage == "scalar" else Size(number)
         return self._add(("a", stage, payload, dtype), f"a{count}", kind, argument)
+
+    def generator(self, stage: str, payload: object) -> str:
+        """A generator's "seed" (``payload``: its buffer) or "offset" (the buffer, how far the launch moves it on)."""
+        if stage == "seed":
+            assert isinstance(payload, Buffer)
+            return self._add(("seed", id(payload)), "seed", "i64", Seed(payload))
+        state, increment = payload  # type: ignore[misc]
+        return self._add(("offset", id(state)), "drawn", "i64", Offset(state, increment))
 
     def divisible(self) -> tuple[str, ...]:
         """Names of pointers and integers that are multiples of 16."""

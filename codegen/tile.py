@@ -49,7 +49,7 @@ class Tile:
 
 def addressed(body: Body) -> list[Step]:
     """Steps that have an address pattern."""
-    return [step for step in body.steps if step.stage in ("load", "store", "gather", "coord")]
+    return [step for step in body.steps if step.stage in ("load", "store", "gather", "coord", "random")]
 
 
 def lay_out(body: Body, tuning: Tuning, share: int = 0) -> Tile:

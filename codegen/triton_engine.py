@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any, Sequence
 
 import torch
 
 from codegen.compile_pool import warm_up
 from codegen.cuda_driver import Function
+from codegen.draws import BLOCK
 from codegen.engine import Context, EngineError
 from codegen.executable import Emit, Program, emit_call
 from codegen.fuse import plan
 from codegen.interpreted import Interpreted, launch
-from codegen.kernel import Kernel, KernelArg, KernelStep, Pointer, Scalar, Size, Temporary
+from codegen.kernel import Kernel, KernelArg, KernelStep, Offset, Pointer, Scalar, Seed, Size, Temporary
 from codegen.kernel_files import KernelCompileError, write_source
 from codegen.loading import load_all
 from codegen.memory_plan import kernel_use
 from codegen.triton_compile import interpret
-from codegen.tuning import HOPPER, INTERPRETER
+from codegen.tuning import HOPPER, INTERPRETER, Tuning
 from ir_nodes import Graph, settings
 
 _shown: set[Kernel] = set()
@@ -35,7 +37,7 @@ def triton(graph: Graph, context: Context) -> tuple[list[Emit], list[int]]:
     """
     if context.cuda and settings.enabled("parallel_compile"):
         warm_up(context.kernel_dir)
-    planned = plan(graph, tuning=HOPPER if context.cuda else INTERPRETER)
+    planned = plan(graph, tuning=tuning_of(context))
     kernels = list(dict.fromkeys(step.kernel for step in planned.steps if isinstance(step, KernelStep)))
     try:
         ready = load_kernels(kernels, context) if context.cuda else interpret_all(kernels, context)
@@ -52,6 +54,15 @@ def triton(graph: Graph, context: Context) -> tuple[list[Emit], list[int]]:
         else:
             emits.append(emit_interpreted(step, ready[step.kernel], base))
     return emits, [temporary.nbytes for temporary in planned.temporaries]
+
+
+def tuning_of(context: Context) -> Tuning:
+    """What suits the machine."""
+    if not context.cuda:
+        return INTERPRETER
+    device = torch.cuda.get_device_properties(context.device)
+    blocks = device.multi_processor_count * (device.max_threads_per_multi_processor // BLOCK)
+    return replace(HOPPER, philox_blocks=blocks if context.draws else 0)
 
 
 def load_kernels(kernels: Sequence[Kernel], context: Context) -> dict[Kernel, Function]:
@@ -103,6 +114,10 @@ def launch_arg(arg: KernelArg, scratch: dict[int, int]) -> tuple[str, int, int]:
             return (_SCALAR_KINDS[dtype], index, 0)
         case Size(value=value):
             return ("i64", -1, value)
+        case Seed(generator=generator):
+            return ("seed", generator.index, 0)
+        case Offset(generator=generator, increment=increment):
+            return ("offset", generator.index, increment)
     raise AssertionError(f"unknown kernel argument {arg}")
 
 

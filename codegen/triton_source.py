@@ -13,6 +13,7 @@ from codegen.body import Body, Step
 from codegen.instructions import FULL
 from codegen.online import ONLINE, final_lines, loop_lines
 from codegen.promotion import HALF, TRITON_TYPES
+from codegen.random_source import random_lines
 from codegen.source_args import ArgumentList
 from codegen.tile import Tile
 
@@ -182,8 +183,12 @@ class SourceWriter(IndexWriter):
         elif step.stage == "gather":
             self._gather(step)
         elif step.stage == "coord":
-            terms = [term for terms in self._terms(step).values() for term in terms]
-            self._line(f"{self._name(step)} = {' + '.join(terms) or 'tl.full([], 0, tl.int32)'}")
+            self._line(f"{self._name(step)} = {self.position(step)}")
+        elif step.stage in ("seed", "offset"):
+            self._names[id(step)] = self.arguments.generator(step.stage, step.payload)
+        elif step.stage == "random":
+            for line in random_lines(self, step, self._name(step), *map(self._name, step.args)):
+                self._line(line)
         elif step.stage == "reduce":
             masked = self._masked(step)
             self._line(f"{self._name(step)} = tl.reduce({masked}, {self.tile.reduced_axis}, _{step.text}, keep_dims=True)")

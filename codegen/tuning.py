@@ -32,7 +32,8 @@ class Tuning:
     elements per thread of a reduction held in registers and of one in a loop. ``column_stages``: how many steps ahead a loop
     over rows loads. ``programs``: how many programs keep the machine busy. ``persistent``: the longest reduction held in
     registers. ``split_column`` and ``split_row``: the longest reduction that is left to one program where there are few results;
-    ``split_numel``: below so many elements none is split.
+    ``split_numel``: below so many elements none is split. ``philox_blocks``: blocks of 256 threads that the machine runs at a
+    time, which decides the random numbers that ATen's kernels draw; 0 where generators are not Philox.
     """
 
     pointwise_block: int = 1024
@@ -50,6 +51,7 @@ class Tuning:
     split_column: int = 128
     split_row: int = 8192
     split_numel: int = 1 << 15
+    philox_blocks: int = 1056  # H200
 
     def splits(self, part: Part) -> bool:
         """True where the reduction leaves too few programs unless each result is computed by several."""
@@ -66,5 +68,6 @@ class Tuning:
 
 
 HOPPER = Tuning()
-INTERPRETER = Tuning(pointwise_block=1 << 16, transpose_side=256, tile=1 << 16, persistent=1 << 16, looped=1 << 14, programs=4)
+INTERPRETER = Tuning(pointwise_block=1 << 16, transpose_side=256, tile=1 << 16, persistent=1 << 16, looped=1 << 14, programs=4,
+                     philox_blocks=0)
 """The interpreter pays per instruction and program, not per element."""

@@ -1,0 +1,65 @@
+"""Writes how a kernel draws uniform random numbers with Philox, four at a time where elements allow. Imports codegen's leaf
+modules.
+
+Philox maps (counter, subsequence) to four 32-bit words; CUDA's eager kernels use the thread's number as subsequence and count
+calls from a quarter of the generator's offset on. A word w becomes w * 2**-32 + 2**-33, as curand_uniform does.
+"""
+
+from __future__ import annotations
+
+from codegen.addressing import IndexWriter
+from codegen.body import Step
+from codegen.draws import WORDS, Stream
+
+_TO_UNIFORM = "{0}.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10"
+
+
+def random_lines(writer: IndexWriter, step: Step, name: str, seed: str, offset: str) -> list[str]:
+    """Lines that define ``name`` as a number for each element of the step's block."""
+    stream = step.payload
+    assert isinstance(stream, Stream)
+    threads = writer.arguments.stride(stream.threads)
+    quarter = writer.quarter(step) if stream.vector % WORDS == 0 else None
+    if quarter is not None:
+        return _four_by_four(name, quarter, stream.vector // WORDS, threads, seed, offset, writer.tile.axes[0] is not None)
+    return _one_by_one(name, writer.position(step), stream.vector, threads, seed, offset)
+
+
+def _philox(name: str, seed: str) -> str:
+    words = ", ".join(f"{name}_{word}" for word in "xyzw")
+    high = f"({name}_count >> 32).to(tl.uint32)"
+    return (f"{words} = tl.philox({seed}, {name}_count.to(tl.uint32), {high}, {name}_thread.to(tl.uint32), "
+            f"{name}_thread.to(tl.uint32) * 0)")
+
+
+def _four_by_four(name: str, quarter: str, calls: int, threads: str, seed: str, offset: str, two: bool) -> list[str]:
+    """A call per four neighbours; ``calls``: how many a thread makes for its vector."""
+    vector, call = (f"{name}_four", "") if calls == 1 else (f"{name}_four // {calls}", f" + {name}_four % {calls}")
+    turn = f"{name}_vector // {threads}" + (f" * {calls}" if calls > 1 else "")
+    return [
+        f"{name}_four = {quarter}",
+        f"{name}_vector = {vector}",
+        f"{name}_thread = {name}_vector % {threads}",
+        f"{name}_count = {offset} // 4 + {turn}{call}",
+        _philox(name, seed),
+        f"{name}_words = tl.join(tl.join({name}_x, {name}_z), tl.join({name}_y, {name}_w))",
+        f"{name} = " + _TO_UNIFORM.format(f"tl.reshape({name}_words, [{'B0, B1' if two else 'B1'}])"),
+    ]
+
+
+def _one_by_one(name: str, position: str, vector: int, threads: str, seed: str, offset: str) -> list[str]:
+    """A call per element, three of whose four words are thrown away."""
+    lines = [f"{name}_place = {position}"]
+    if vector == 1:  # a thread's words belong to elements that lie `threads` apart
+        lines += [f"{name}_thread = {name}_place % {threads}", f"{name}_turn = {name}_place // {threads}",
+                  f"{name}_count = {offset} // 4 + {name}_turn // 4", f"{name}_word = {name}_turn % 4"]
+    else:
+        calls = max(vector // WORDS, 1)
+        call = f" * {calls} + {name}_place % {vector} // 4" if calls > 1 else ""
+        lines += [f"{name}_thread = {name}_place // {vector} % {threads}",
+                  f"{name}_count = {offset} // 4 + {name}_place // {vector} // {threads}{call}",
+                  f"{name}_word = {name}_place % {min(vector, WORDS)}"]
+    picked = f"{name}_w"
+    for number, word in ((2, "z"), (1, "y"), (0, "x")):
+        picked = f"tl.where({name}_word == {number}, {name}_{word}, {picked})"
+    return [*lines, _philox(name, seed), f"{name} = " + _TO_UNIFORM.format(picked)]

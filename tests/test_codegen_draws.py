@@ -1,0 +1,182 @@
+"""Dropout with Philox in the kernel: the numbers that ATen's CUDA kernels draw, emulated here thread by thread."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+from graphs import compile_all, execute, externs, kernels, typed
+from recording import Recording, layout_of
+
+from codegen.draws import vector_size
+from codegen.fuse import plan
+from codegen.kernel import Offset, Plan
+from codegen.tuning import HOPPER, INTERPRETER, Tuning
+from ir_nodes import Access, BufferKind, Graph, Layout, settings
+
+BLOCKS = 2  # so that threads take several turns in small tensors
+SMALL = Tuning(philox_blocks=BLOCKS)
+SEED, START = 0x123456789ABCDEF, 8
+
+
+def philox(counter: tuple[int, int, int, int], seed: int) -> list[int]:
+    a, b, c, d = counter
+    low, high = seed & 0xFFFFFFFF, seed >> 32
+    for _ in range(10):
+        left, right = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b, c, d = (right >> 32) ^ b ^ low, right & 0xFFFFFFFF, (left >> 32) ^ d ^ high, left & 0xFFFFFFFF
+        low, high = (low + 0x9E3779B9) & 0xFFFFFFFF, (high + 0xBB67AE85) & 0xFFFFFFFF
+    return [a, b, c, d]
+
+
+def uniforms(numel: int, vector: int, seed: int, offset: int, blocks: int) -> list[numpy.float32]:
+    """What each element is compared with, by walking through fused_dropout_kernel(_vec) as each thread does."""
+    grid = min(blocks, -(-numel // 256))
+    threads = grid * 256
+    out = [numpy.float32(0)] * numel
+
+    def draw(thread: int, call: int) -> list[numpy.float32]:
+        words = philox(((offset // 4 + call) & 0xFFFFFFFF, (offset // 4 + call) >> 32, thread, 0), seed)
+        scale, half = numpy.float32(2.0**-32), numpy.float32(2.0**-33)
+        return [numpy.float32(word) * scale + half for word in words]
+
+    for thread in range(threads):
+        call, index = 0, thread * vector if vector > 1 else thread
+        while index < numel:
+            if vector == 1:
+                for lane, number in enumerate(draw(thread, call)):
+                    if index + threads * lane < numel:
+                        out[index + threads * lane] = number
+                call, index = call + 1, index + threads * 4
+                continue
+            calls = max(vector // 4, 1)
+            numbers = [number for one in range(calls) for number in draw(thread, call + one)]
+            out[index : index + vector] = numbers[:vector]
+            call, index = call + calls, index + threads * vector
+    return out
+
+
+def test_the_reference_gives_philoxs_known_answers() -> None:
+    assert philox((0, 0, 0, 0), 0) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert philox((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), 0x299F31D0A4093822) == [
+        0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+
+
+def dropout_graph(x: torch.Tensor, then: str | None = None) -> tuple[Recording, Access, Access, Access]:
+    """native_dropout of ``x`` and what ``then`` makes of its result; (recording, result, mask, state)."""
+    graph = Graph()
+    source = Access(graph.add_buffer(x.untyped_storage().nbytes(), BufferKind.INPUT), layout_of(x))
+    state = Access(graph.add_buffer(16, BufferKind.GENERATOR, live=True), Layout.contiguous(torch.uint8, (16,)), "rw")
+    like = torch.empty_like(x)
+
+    def fresh(dtype: torch.dtype, live: bool = True) -> Access:
+        layout = layout_of(like.to(dtype))
+        return Access(graph.add_buffer(layout.nbytes, live=live), layout, "w")
+
+    out, mask = fresh(x.dtype, live=then is None), fresh(torch.bool)
+    graph.record("aten::native_dropout", [source, graph.add_scalar("float"), True], [out, mask], [state])
+    result = out
+    if then is not None:
+        result = fresh(x.dtype)
+        read = Access(out.buffer, out.layout)
+        graph.record(f"aten::{then}", [read, read, graph.add_scalar("int")], [result])
+    inputs = {source.buffer.index: typed_bytes(x), state.buffer.index: torch.tensor([SEED, START]).view(torch.uint8)}
+    return Recording(graph, inputs, [0.3, 1]), result, mask, state
+
+
+def typed_bytes(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()).clone()
+
+
+def check_dropout(x: torch.Tensor, tuning: Tuning = SMALL, then: str | None = None) -> Plan:
+    recording, result, mask, state = dropout_graph(x, then)
+    made = plan(recording.graph, tuning=tuning)
+    assert len(kernels(made)) == 1 and not externs(made)
+    memory = execute(recording, made)
+    vector = vector_size(layout_of(x))
+    drawn = torch.tensor(numpy.array(uniforms(x.numel(), vector, SEED, START, BLOCKS)))
+    like = torch.empty_like(x)
+    if vector > 1:  # vectors run along memory
+        drawn = torch.as_strided(drawn, x.size(), x.stride())
+    keep = drawn.reshape(x.shape) < 1 - 0.3
+    wide = x.double() if x.dtype is torch.float64 else x.float()
+    scale = 1 / torch.tensor(1 - 0.3, dtype=torch.float32).to(wide.dtype) if x.dtype is not torch.float64 else 1 / (1 - 0.3)
+    wanted = (wide * keep * scale).to(x.dtype)
+    torch.testing.assert_close(typed(memory[mask.buffer.index], like.bool()), keep, rtol=0, atol=0)
+    if then is not None:
+        wanted = wanted + wanted
+    torch.testing.assert_close(typed(memory[result.buffer.index], like), wanted, rtol=0, atol=0)
+    grid = min(BLOCKS, -(-x.numel() // 256))
+    moved = ((x.numel() - 1) // (256 * grid * 4) + 1) * 4
+    assert memory[state.buffer.index].view(torch.int64).tolist() == [SEED, START + moved]
+    compile_all(made)
+    return made
+
+
+def data(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("numel", [5000, 2996, 2002, 1023, 1], ids=str)
+def test_dropout_draws_what_eager_draws(dtype: torch.dtype, numel: int) -> None:
+    check_dropout(data(numel, dtype=dtype))
+
+
+def test_neighbours_share_a_call_of_philox() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        assert "tl.join" in kernels(check_dropout(data(24, 40, dtype=dtype)))[0].kernel.source
+    assert "tl.join" not in kernels(check_dropout(data(11, 5)))[0].kernel.source
+
+
+@pytest.mark.parametrize("make", [
+    lambda: data(12, 40).t(), lambda: data(4, 6, 10).permute(2, 0, 1), lambda: data(30, 40)[:, 3:30],
+    lambda: data(1, 40).expand(20, 40),
+    lambda: data(81)[1:], lambda: data(82)[2:], lambda: data(2, 8, 4, 4).contiguous(memory_format=torch.channels_last)],
+    ids=["transposed", "permuted", "window", "expanded", "by one", "by two", "channels_last"])
+def test_order_of_numbers_follows_memory_format_and_alignment(make: object) -> None:
+    check_dropout(make())  # type: ignore[operator]
+
+
+def test_what_follows_shares_the_kernel() -> None:
+    made = check_dropout(data(24, 40, dtype=torch.bfloat16), then="add.Tensor")
+    assert len(kernels(made)[0].writes) == 2  # the mask and the sum
+
+
+def test_a_mask_that_nobody_reads_is_not_stored_and_dead_draws_still_move_the_generator() -> None:
+    recording, out, mask, state = dropout_graph(data(24, 40))
+    mask.buffer.live = False
+    (step,) = kernels(plan(recording.graph))
+    assert len(step.writes) == 1
+    out.buffer.live = False
+    (step,) = kernels(plan(recording.graph))
+    assert [arg.increment for arg in step.args if isinstance(arg, Offset)] == [4]
+    memory = execute(recording, plan(recording.graph))
+    assert memory[state.buffer.index].view(torch.int64).tolist() == [SEED, START + 4]
+
+
+def test_two_draws_keep_their_order_in_two_kernels() -> None:
+    recording, out, _, state = dropout_graph(data(24, 40))
+    graph = recording.graph
+    again = [Access(graph.add_buffer(3840, live=True), out.layout, "w"), Access(graph.add_buffer(960, live=True),
+             Layout.contiguous(torch.bool, (24, 40)), "w")]
+    graph.record("aten::native_dropout", [Access(out.buffer, out.layout), graph.add_scalar(), True], again, [state])
+    recording.scalars.append(0.5)
+    made = plan(graph)
+    assert [step.nodes[0].index for step in kernels(made)] == [0, 1]
+    assert "each draws random numbers" in [refusal.reason for refusal in made.refusals]
+    assert execute(recording, made)[state.buffer.index].view(torch.int64).tolist() == [SEED, START + 8]
+
+
+def test_dropping_everything_gives_zeros() -> None:
+    recording, out, mask, _ = dropout_graph(data(40))
+    recording.scalars[0] = 1.0
+    memory = execute(recording, plan(recording.graph))
+    assert not typed(memory[out.buffer.index], data(40)).any() and not memory[mask.buffer.index].any()
+
+
+def test_draws_are_left_to_aten_where_switched_off_or_without_philox(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording, *_ = dropout_graph(data(40))
+    assert [step.reason for step in externs(plan(recording.graph, tuning=INTERPRETER))] == ["its generator is not Philox"]
+    monkeypatch.setattr(settings, "enabled", lambda name: name != "fused_random")
+    assert [step.reason for step in externs(plan(recording.graph, tuning=HOPPER))] == ["fused_random is switched off"]
