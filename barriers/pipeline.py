@@ -1,4 +1,8 @@
-"""The one list of passes and the loop around it. Imports `ir_nodes` and `barriers.passes` only."""
+"""The one list of passes and the loop around it. Imports `ir_nodes` and `barriers.passes` only.
+
+A graph passes through twice. What nobody needs goes before anybody asks in which order the rest shall run. What makes one node
+depend on another, or looks at what lies between two, comes once that order is known.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,11 @@ import time
 from dataclasses import dataclass
 from typing import Callable, Sequence
 
+from barriers.passes.cse import merge_common
 from barriers.passes.dead import eliminate_dead
+from barriers.passes.fold import forward_copies
 from barriers.passes.noops import eliminate_noops
-from ir_nodes import Graph
+from ir_nodes import Graph, settings
 from ir_nodes.verify import verify
 
 Pass = Callable[[Graph], Graph]
@@ -18,6 +24,19 @@ PASSES: tuple[Pass, ...] = (
     eliminate_noops,
     eliminate_dead,
 )
+"""On the order in which the program recorded."""
+
+ORDERED_PASSES: tuple[tuple[str, Pass], ...] = (
+    ("fold", forward_copies),
+    ("fold", eliminate_dead),
+    ("cse", merge_common),
+)
+"""On the order in which nodes will run; each with the optimisation that it belongs to."""
+
+
+def ordered_passes() -> list[Pass]:
+    """The passes over an ordered graph that the settings allow."""
+    return [step for name, step in ORDERED_PASSES if settings.enabled(name)]
 
 
 @dataclass(frozen=True, slots=True)

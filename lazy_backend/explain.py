@@ -11,6 +11,7 @@ from typing import Any, Callable, Iterable, Sequence
 
 import torch
 
+from barriers.pipeline import ordered_passes, run_passes
 from codegen.explanation import Explanation, StepFacts
 from codegen.explanation import explain as explain_plan
 from codegen.fuse import plan
@@ -44,12 +45,17 @@ def explain(what: torch.Tensor | Iterable[torch.Tensor] | Callable[..., Any], *a
     for the same with pictures, which needs no network. Times and bytes are estimates (`ir_nodes.estimate`). Raises ValueError for
     tensors that are not lazysched tensors of one device, and what the call raises.
     """
-    graphs = recorded_by(lambda: what(*args, **kwargs)) if callable(what) else [debug.graph(what)]
+    graphs = recorded_by(lambda: what(*args, **kwargs)) if callable(what) else [optimised(what)]
     rates = orders.rates()
     found = Explained(flush.engine_name(), tuple(explain_plan(graph, plan(graph), rates) for graph in graphs if graph.nodes))
     if html is not None:
         Path(html).write_text(page(found), encoding="utf-8")
     return found
+
+
+def optimised(tensors: torch.Tensor | Iterable[torch.Tensor]) -> Graph:
+    """What is recorded for ``tensors``, as the engine would get it."""
+    return run_passes(debug.graph(tensors), ordered_passes())[0]
 
 
 def recorded_by(call: Callable[[], Any]) -> list[Graph]:

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Callable
 
 from barriers.collectives import join_launches, part_stages, release_waits, sink_waits
-from barriers.pipeline import run_passes
+from barriers.pipeline import ordered_passes, run_passes
 from codegen import engines
 from codegen.engine import Context, EngineError
 from codegen.executable import Emit, Program, assemble
@@ -42,6 +42,8 @@ def compile_recording(native: ModuleType, recording: Recording, device: int) -> 
         part_stages(graph)
         for check in before_first_run:
             check(graph)
+    if not orders.debugging():  # which runs the program's order too
+        graph, _ = run_passes(graph, ordered_passes(), check=now.verify)
     if "graph" in now.debug:
         print(printer.text(graph), file=sys.stderr)
     for watch in watchers:

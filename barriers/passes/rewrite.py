@@ -1,0 +1,58 @@
+"""Makes users of one value users of another, many at once. Imports `ir_nodes` only."""
+
+from __future__ import annotations
+
+from typing import Iterable
+
+from ir_nodes import Graph, Node, Operand, Value, Write
+from ir_nodes.node import Arg
+
+
+class Substitution:
+    """Values that others stand in for. Nothing changes before `apply`, which is linear in nodes and operands."""
+
+    def __init__(self) -> None:
+        self.instead: dict[Value, Value] = {}
+
+    def of(self, value: Value) -> Value:
+        """What stands for ``value`` now; itself where nothing else does."""
+        while value in self.instead:
+            value = self.instead[value]
+        return value
+
+    def replace(self, value: Value, other: Value) -> None:
+        """From now on ``other`` stands for ``value``, and for all that ``value`` stood for."""
+        assert self.of(other) is not value, "two values would stand for each other"
+        self.instead[value] = other
+
+    def apply(self, graph: Graph, gone: Iterable[Node] = ()) -> None:
+        """Rewrite every user, then forget the values that were replaced and the nodes ``gone``, which nobody needs any more."""
+        if self.instead:
+            for user in dict.fromkeys(user for value in self.instead for user in value.users):
+                self._rewrite(user)
+        for value in self.instead:
+            value.users.clear()
+        graph.remove(gone)
+        for index in {value.buffer.index for value in self.instead}:
+            graph.values[index][:] = [value for value in graph.values[index] if value not in self.instead]
+
+    def _rewrite(self, user: Node) -> None:
+        user.reads = tuple(map(self._operand, user.reads))
+        user.args = tuple(map(self._arg, user.args))
+        user.writes = tuple(map(self._write, user.writes))
+        user.effects = tuple(map(self._write, user.effects))
+        for value in user.inputs():
+            value.users[user] = None
+
+    def _operand(self, operand: Operand) -> Operand:
+        return Operand(self.of(operand.value), operand.layout) if operand.value in self.instead else operand
+
+    def _arg(self, arg: Arg) -> Arg:
+        if isinstance(arg, tuple):
+            return tuple(map(self._arg, arg))
+        return self._operand(arg) if isinstance(arg, Operand) else arg
+
+    def _write(self, write: Write) -> Write:
+        if write.base is None or write.base not in self.instead:
+            return write
+        return Write(write.value, write.layout, self.of(write.base), write.reads_old)
