@@ -92,5 +92,10 @@ def allocate(nbytes: int) -> int:
     return int(address.value)
 
 
+def fill(address: int, nbytes: int, stream: int) -> None:
+    """Write zeros, in a stream's order."""
+    call("cuMemsetD8Async", ctypes.c_uint64(address), ctypes.c_ubyte(0), ctypes.c_size_t(nbytes), ctypes.c_void_p(stream))
+
+
 def free(address: int) -> None:
     call("cuMemFree_v2", ctypes.c_uint64(address))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from codegen.body import Body, BodyBuilder, Scratch, split_body
 from codegen.group import Group
@@ -31,13 +32,30 @@ def emit_group(group: Group, outside: set[Value], scratch: Scratch, tuning: Tuni
         body = BodyBuilder(group).build({drawing[0].writes[0].value})  # dead, but the generator has to move on
     if not group.split:
         tile = lay_out(body, tuning)
-        if tile.looped:
-            merge_passes(body)
-        return [_launch(body, tile, nodes, scratch)]
+
+        def retile(changes: str) -> KernelStep | None:
+            again = BodyBuilder(group).build(outside)
+            other = lay_out(again, tuning.changed(changes))
+            return None if other.shape() == tile.shape() else _whole(again, other, nodes, scratch)
+
+        return [replace(_whole(body, tile, nodes, scratch), retile=retile)]
     share = _share(body, tuning)
     first, second = split_body(body, -(-body.extent // share), nodes[0])
-    return [_launch(first, lay_out(first, tuning, share), nodes, scratch),
+    tile = lay_out(first, tuning, share)
+
+    def retile_first(changes: str) -> KernelStep | None:
+        other = lay_out(first, tuning.changed(changes), share)
+        return None if other.shape() == tile.shape() else _launch(first, other, nodes, scratch)
+
+    return [replace(_launch(first, tile, nodes, scratch), retile=retile_first),
             _launch(second, lay_out(second, tuning), nodes, scratch)]
+
+
+def _whole(body: Body, tile: Tile, nodes: tuple[Node, ...], scratch: Scratch) -> KernelStep:
+    """The one launch of a group."""
+    if tile.looped:
+        merge_passes(body)
+    return _launch(body, tile, nodes, scratch)
 
 
 def _share(body: Body, tuning: Tuning) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Callable
 
 import torch
 
@@ -80,7 +81,8 @@ class Kernel:
 class KernelStep:
     """One launch. ``args`` match ``kernel.signature``; ``elided`` are values that live in registers only.
 
-    ``reads`` and ``writes`` are the values (and temporaries) whose memory the kernel loads and stores.
+    ``reads`` and ``writes`` are the values (and temporaries) whose memory the kernel loads and stores. ``retile`` makes the same
+    launch under a tuning with such changes ("lane=8"), or None where these change nothing; it is None where there is no choice.
     """
 
     kernel: Kernel
@@ -90,6 +92,7 @@ class KernelStep:
     elided: tuple[Value, ...]
     reads: tuple[Value | Temporary, ...]
     writes: tuple[Value | Temporary, ...]
+    retile: Callable[[str], KernelStep | None] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -46,6 +46,10 @@ class Tile:
     num_warps: int
     stages: int = 1  # how many steps ahead the loop loads
 
+    def shape(self) -> tuple[object, ...]:
+        """What two tiles of one body may differ in."""
+        return (self.axes, self.looped, self.num_warps, self.stages)
+
 
 def addressed(body: Body) -> list[Step]:
     """Steps that have an address pattern."""
@@ -94,7 +98,7 @@ def _merge(dims: tuple[int, ...], strides: Strides, flags: tuple[bool, ...], ord
     return merged, {key: tuple(s[run[-1]] for run in runs) for key, s in strides.items()}, tuple(flags[run[0]] for run in runs)
 
 
-def _warps(elements: int, per_lane: int = 8) -> int:
+def _warps(elements: int, per_lane: int) -> int:
     return max(1, min(16, power_of_two(elements // (32 * per_lane))))
 
 
@@ -105,19 +109,20 @@ def _pointwise(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuni
         if tuning.pointwise_block > 4096:
             block = min(tuning.pointwise_block, power_of_two(body.numel))
         axis = Axis(tuple(range(len(dims))), body.numel, block)
-        return Tile(dims, strides, (None, axis, None), None, False, 0, _warps(block))
+        return Tile(dims, strides, (None, axis, None), None, False, 0, _warps(block, tuning.pointwise_lane))
     exchanged = _exchanged(body, dims, strides)
     if exchanged is not None:
         side = tuning.transpose_side
         rest = tuple(dim for dim in range(last) if dim != exchanged)
         square = [Axis((dim,), dims[dim], min(side, power_of_two(dims[dim]))) for dim in (exchanged, last)]
+        warps = _warps(square[0].block * square[1].block, tuning.pointwise_lane)
         outer_axis = Axis(rest, math.prod(dims[dim] for dim in rest), 1) if rest else None
-        return Tile(dims, strides, (square[0], square[1], outer_axis), None, False, 0, _warps(square[0].block * square[1].block))
+        return Tile(dims, strides, (square[0], square[1], outer_axis), None, False, 0, warps)
     inner = snug_block(dims[last], tuning.pointwise_block, 64)
     outer_extent = body.numel // dims[last]
     outer = min(max(tuning.pointwise_block // inner, 1), power_of_two(outer_extent))
     axes = (Axis(tuple(range(last)), outer_extent, outer), Axis((last,), dims[last], inner), None)
-    return Tile(dims, strides, axes, None, False, 0, _warps(inner * outer))
+    return Tile(dims, strides, axes, None, False, 0, _warps(inner * outer, tuning.pointwise_lane))
 
 
 def _exchanged(body: Body, dims: tuple[int, ...], strides: Strides) -> int | None:

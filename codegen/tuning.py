@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from codegen.instructions import Part
 
@@ -29,11 +29,12 @@ class Tuning:
     """Choices that depend on the machine. Block sizes are elements a program handles at a time.
 
     ``column_width`` and ``column_tile``: results and elements per step where columns are reduced. ``lane``, ``loop_lane``:
-    elements per thread of a reduction held in registers and of one in a loop. ``column_stages``: how many steps ahead a loop
-    over rows loads. ``programs``: how many programs keep the machine busy. ``persistent``: the longest reduction held in
-    registers. ``split_column`` and ``split_row``: the longest reduction that is left to one program where there are few results;
-    ``split_numel``: below so many elements none is split. ``philox_blocks``: blocks of 256 threads that the machine runs at a
-    time, which decides the random numbers that ATen's kernels draw; 0 where generators are not Philox.
+    elements per thread of a reduction held in registers and of one in a loop; ``pointwise_lane``: of a kernel that reduces
+    nothing. ``column_stages``: how many steps ahead a loop over rows loads. ``programs``: how many programs keep the machine
+    busy. ``persistent``: the longest reduction held in registers. ``split_column`` and ``split_row``: the longest reduction that
+    is left to one program where there are few results; ``split_numel``: below so many elements none is split.
+    ``philox_blocks``: blocks of 256 threads that the machine runs at a time, which decides the random numbers that ATen's kernels
+    draw; 0 where generators are not Philox.
     """
 
     pointwise_block: int = 1024
@@ -46,12 +47,17 @@ class Tuning:
     lane: int = 16
     loop_lane: int = 8
     column_stages: int = 3
+    pointwise_lane: int = 8
     programs: int = 528
     split_rows: int = 32
     split_column: int = 128
     split_row: int = 8192
     split_numel: int = 1 << 15
     philox_blocks: int = 1056  # H200
+
+    def changed(self, text: str) -> Tuning:
+        """This with what ``text`` ("looped=8192,loop_lane=16") changes."""
+        return replace(self, **{key: int(value) for key, _, value in (item.partition("=") for item in text.split(",") if item)})
 
     def splits(self, part: Part) -> bool:
         """True where the reduction leaves too few programs unless each result is computed by several."""

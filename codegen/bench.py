@@ -1,0 +1,109 @@
+"""Times launches on scratch memory of their own, never on a program's tensors.
+
+Scratch has the sizes, strides and shared buffers of the launch and holds zeros, so that indices are in range. Before each launch
+the L2 cache is filled with something else, as a step's other kernels do. Imports torch, `codegen.cuda_driver` and plan types.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+from typing import Any, Sequence
+
+import torch
+
+from codegen import cuda_driver
+from codegen.cuda_driver import DriverError, Function
+from codegen.kernel import KernelArg, KernelStep, Offset, Pointer, Size, Temporary
+
+_ALIGNMENT = 512  # more than any kernel is compiled to expect
+_SHARE = 2  # scratch takes at most one part in so many of the free memory
+_KINDS: dict[str, type[Any]] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float, "fp64": ctypes.c_double}
+
+
+class Bench:
+    """A context manager on device ``device`` with ``nbytes`` of scratch. Raises DriverError where there is not so much."""
+
+    def __init__(self, device: int, nbytes: int) -> None:
+        self._device = torch.cuda.device(device)
+        self._flush = 2 * max(torch.cuda.get_device_properties(device).L2_cache_size, 1 << 20)
+        self._nbytes = nbytes
+        self._scratch = self._evicted = 0
+
+    def __enter__(self) -> Bench:
+        self._device.__enter__()
+        try:
+            self._scratch = cuda_driver.allocate(max(self._nbytes, 1))
+            self._evicted = cuda_driver.allocate(self._flush)
+        except DriverError:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.current_stream().synchronize()
+        for address in filter(None, (self._scratch, self._evicted)):
+            cuda_driver.free(address)
+        self._device.__exit__(None, None, None)
+
+    def seconds(self, contestants: Sequence[tuple[KernelStep, Function]], rounds: int) -> list[float]:
+        """Median times of launches that do the same, in turn, so that clocks that drift favour none."""
+        stream = torch.cuda.current_stream()
+        ready = [(function, step.grid, arguments(step, self._scratch)) for step, function in contestants]
+        cuda_driver.fill(self._scratch, self._nbytes, stream.cuda_stream)
+        for function, grid, args in ready:
+            cuda_driver.launch(function, grid, args, stream.cuda_stream)
+        timed: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in ready]
+        for _ in range(rounds):
+            for events, (function, grid, args) in zip(timed, ready):
+                cuda_driver.fill(self._evicted, self._flush, stream.cuda_stream)
+                events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+                events[-1][0].record(stream)
+                cuda_driver.launch(function, grid, args, stream.cuda_stream)
+                events[-1][1].record(stream)
+        stream.synchronize()
+        return [statistics.median(start.elapsed_time(end) for start, end in events) / 1e3 for events in timed]
+
+
+def room(device: int) -> int:
+    """Bytes that scratch may take now."""
+    return int(torch.cuda.mem_get_info(device)[0]) // _SHARE
+
+
+def scratch_bytes(step: KernelStep) -> int:
+    return sum(_rounded(nbytes) for nbytes in _sources(step).values())
+
+
+def can_time(step: KernelStep) -> bool:
+    """False for a launch with arguments of a kind that nobody has thought of here."""
+    return all(kind in _KINDS or kind.startswith("*") for _, kind in step.kernel.signature)
+
+
+def arguments(step: KernelStep, base: int) -> list[Any]:
+    """What the launch takes when its memory lies at ``base``, as ctypes values."""
+    places, end = {}, base
+    for source, nbytes in _sources(step).items():
+        places[source] = end
+        end += _rounded(nbytes)
+    return [_argument(arg, kind, places) for arg, (_, kind) in zip(step.args, step.kernel.signature)]
+
+
+def _argument(arg: KernelArg, kind: str, places: dict[object, int]) -> Any:
+    if isinstance(arg, Pointer):
+        return ctypes.c_uint64(places[_memory(arg)] + arg.byte_offset)
+    return _KINDS[kind](arg.value if isinstance(arg, Size) else 4 if isinstance(arg, Offset) else 1)
+
+
+def _memory(arg: Pointer) -> object:
+    """What values that share memory share."""
+    return arg.source if isinstance(arg.source, Temporary) else arg.source.buffer.index
+
+
+def _sources(step: KernelStep) -> dict[object, int]:
+    """The bytes of each piece of memory."""
+    sources = {_memory(arg): arg.source for arg in step.args if isinstance(arg, Pointer)}
+    return {key: one.nbytes if isinstance(one, Temporary) else one.buffer.nbytes for key, one in sources.items()}
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
