@@ -22,7 +22,7 @@ OPTIMISATIONS: dict[str, str] = {
     "loop_order": "a kernel walks its dimensions in the order that suits its operands",
     "combo": "small kernels that do not depend on one another share a launch",
     "templates": "matrix products with what surrounds them in one kernel, where that measured faster",
-    "autotune": "block sizes and warps are measured, once per kernel and machine",
+    "autotune": "block sizes and warps are measured, once per kernel and machine, where LAZYSCHED_AUTOTUNE asks for it",
     "parallel_compile": "kernels compile in several processes",
     "cuda_graphs": "a cached step replays as a CUDA graph",
     "fused_random": "dropout draws its random numbers inside a fused kernel",

@@ -142,7 +142,7 @@ _ROWS = (
          "prints each barrier with its reason, each generated kernel with its path, each graph"),
     _row("disable", "a comma-separated list of " + ", ".join(OPTIMISATIONS), "", _names(*OPTIMISATIONS),
          "optimisations to do without; `ir_nodes/optimisations.py` says what each does", changes_code=True),
-    _row("autotune", _BOOL, "1", _bool,
+    _row("autotune", _BOOL, "0", _bool,
          "on a GPU, measures large kernels in several block sizes when they are new to the machine", changes_code=True),
     _row("verify", _BOOL, "0", _bool, "checks the IR after each pass"),
     _row("frames", _BOOL, "1", _bool, "notes the user's source line for each op"),
