@@ -77,7 +77,8 @@ def _launch(body: Body, tile: Tile, nodes: tuple[Node, ...], scratch: Scratch) -
     loads = [step.access.value for step in body.steps if step.stage in ("load", "gather") and step.access]
     stores = [step.access.value for step in body.steps if step.stage == "store" and step.access]
     return KernelStep(kernel, (_programs(tile), 1, 1), tuple(entry[2] for entry in arguments.entries), nodes,
-                      tuple(body.elided), _sources(arguments, loads), _sources(arguments, stores))
+                      tuple(body.elided), _sources(arguments, loads), _sources(arguments, stores),
+                      flat=tile.axes[1].extent if tile.axes[0] is None else 0)
 
 
 def _sources(arguments: ArgumentList, values: list[Value]) -> tuple[Value | Temporary, ...]:

@@ -42,15 +42,23 @@ def plan(graph: Graph, order: Iterable[tuple[Node, Node]] = (), tuning: Tuning =
     home = {unit: group for group in groups for unit in group.units}
     users = users_of(units)
     steps: list[KernelStep | ExternStep] = []
+    needs: list[tuple[int, ...]] = []
+    ends: dict[Group, tuple[int, ...]] = {}  # the step after which a group's work is done; what it needs, if it has no step
     scratch = Scratch()
     for group in groups:
+        before = tuple(dict.fromkeys(step for pred in group.preds for step in ends[pred]))
         if group.fusible:
             outside = {value for value in values_written_by(group) if value in outputs or any(
                 home[user] is not group for user in users.get(value, ()))}
-            steps += emit_group(group, outside, scratch, tuning)
+            made: Sequence[KernelStep | ExternStep] = emit_group(group, outside, scratch, tuning)
         else:
-            steps.append(ExternStep(group.units[0].node, group.units[0].reason))
-    return Plan(tuple(steps), scratch.all(), tuple(fuser.refusals))
+            made = [ExternStep(group.units[0].node, group.units[0].reason)]
+        for step in made:
+            needs.append(before)
+            before = (len(steps),)
+            steps.append(step)
+        ends[group] = before
+    return Plan(tuple(steps), scratch.all(), tuple(fuser.refusals), tuple(needs))
 
 
 def lower_all(graph: Graph, tuning: Tuning = HOPPER) -> list[Unit]:

@@ -83,6 +83,7 @@ class KernelStep:
 
     ``reads`` and ``writes`` are the values (and temporaries) whose memory the kernel loads and stores. ``retile`` makes the same
     launch under a tuning with such changes ("lane=8"), or None where these change nothing; it is None where there is no choice.
+    ``flat``: the elements that programs walk by one index, block by block; 0 where they do not.
     """
 
     kernel: Kernel
@@ -93,6 +94,7 @@ class KernelStep:
     reads: tuple[Value | Temporary, ...]
     writes: tuple[Value | Temporary, ...]
     retile: Callable[[str], KernelStep | None] | None = None
+    flat: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,8 +119,12 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """Steps in an order that keeps every dependency, with the scratch memory they share and what was not fused."""
+    """Steps in an order that keeps every dependency, with the scratch memory they share and what was not fused.
+
+    ``needs``: for each step the positions of steps that have to run before it; others follow from these.
+    """
 
     steps: tuple[KernelStep | ExternStep, ...]
     temporaries: tuple[Temporary, ...]
     refusals: tuple[Refusal, ...]
+    needs: tuple[tuple[int, ...], ...] = ()

@@ -9,6 +9,7 @@ from typing import Any, Sequence
 import torch
 
 from codegen.autotune import tuned
+from codegen.combo import combine
 from codegen.compile_pool import warm_up
 from codegen.cuda_driver import Function
 from codegen.draws import BLOCK
@@ -38,7 +39,7 @@ def triton(graph: Graph, context: Context) -> tuple[list[Emit], list[int]]:
     """
     if context.cuda and settings.enabled("parallel_compile"):
         warm_up(context.kernel_dir)
-    planned = plan(graph, tuning=tuning_of(context))
+    planned = combine(plan(graph, tuning=tuning_of(context)))
     if context.cuda:
         planned = tuned(planned, context.kernel_dir, context.device)
     kernels = list(dict.fromkeys(step.kernel for step in planned.steps if isinstance(step, KernelStep)))

@@ -16,6 +16,7 @@ import torch
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
 from triton.runtime import interpreter
+from triton.runtime.jit import JITFunction
 
 from codegen.kernel import Kernel
 
@@ -121,6 +122,7 @@ def interpret(kernel: Kernel, function: Callable[..., None]) -> Callable[[tuple[
         interpreter._patch_builtin(libdevice, _builder, scope)
         scope.set_attr(tl, "reduce", _reduce)
         scope.set_attr(tl, "philox", _philox)
+        scope.set_attr(JITFunction, "__call__", lambda called, *args: called.fn(*args))
         scope.set_attr(tl.tensor, "__index__", lambda scalar: int(scalar.handle.data.item()))  # older releases need 0-d
         semantic.builder = _builder
         try:

@@ -12,6 +12,7 @@ from typing import Any, Callable, Iterable, Sequence
 import torch
 
 from barriers.pipeline import ordered_passes, run_passes
+from codegen.combo import combine
 from codegen.explanation import Explanation, StepFacts
 from codegen.explanation import explain as explain_plan
 from codegen.fuse import plan
@@ -47,7 +48,8 @@ def explain(what: torch.Tensor | Iterable[torch.Tensor] | Callable[..., Any], *a
     """
     graphs = recorded_by(lambda: what(*args, **kwargs)) if callable(what) else [optimised(what)]
     rates = orders.rates()
-    found = Explained(flush.engine_name(), tuple(explain_plan(graph, plan(graph), rates) for graph in graphs if graph.nodes))
+    plans = [(graph, combine(plan(graph))) for graph in graphs if graph.nodes]
+    found = Explained(flush.engine_name(), tuple(explain_plan(*both, rates) for both in plans))
     if html is not None:
         Path(html).write_text(page(found), encoding="utf-8")
     return found

@@ -11,6 +11,7 @@ import torch
 from recording import Recorder, Recording
 
 from codegen import interpreted, triton_compile
+from codegen.combo import combine
 from codegen.fuse import plan
 from codegen.kernel import ExternStep, Kernel, KernelStep, Plan
 from codegen.tuning import HOPPER, Tuning
@@ -86,14 +87,15 @@ def assert_same(made: torch.Tensor, wanted: torch.Tensor, rtol: float | None = N
 
 
 def check(program: Callable[..., Any], *inputs: torch.Tensor, count: int | None = None, extern: int | None = 0,
-          rtol: float | None = None, atol: float | None = None, tuning: Tuning = HOPPER) -> Plan:
+          rtol: float | None = None, atol: float | None = None, tuning: Tuning = HOPPER, combos: bool = False) -> Plan:
     """Plan the program, run the plan in the interpreter, compare with eager and compile its kernels for Hopper.
 
-    ``count``: how many kernels it must have; ``extern``: how many nodes ATen must run.
+    ``count``: how many kernels it must have; ``extern``: how many nodes ATen must run; ``combos``: let kernels share launches.
     """
     recording, outs = record(program, *inputs)
     wanted = {index: data.clone() for index, data in recording.expected.items()}
     made = plan(recording.graph, tuning=tuning)
+    made = combine(made) if combos else made
     text = "\n".join([str([node.target for node in step.nodes]) for step in kernels(made)]
                      + [f"{step.node}: {step.reason}" for step in externs(made)] + [str(r) for r in made.refusals])
     if count is not None:

@@ -1,0 +1,290 @@
+"""Kernels that do not depend on one another share a launch. Imports `ir_nodes` and codegen's kernel modules.
+
+A pass over a finished plan. Steps carry a level that rises along every dependency, as late as what waits for them allows; steps
+of one level cannot depend on one another, and a step joins others where a level is found that fits them all, which is a local
+test. First steps that run the same kernel join (an optimizer's parameters), then small ones of any kernels.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Callable, Hashable, Iterator, Sequence
+
+from codegen.combo_source import MAX_ARGUMENTS, MAX_LANES, ComboWriter, Lane, lanes_of, pieces
+from codegen.kernel import ExternStep, KernelStep, Offset, Plan, Refusal, Seed, Temporary
+from ir_nodes import settings
+from ir_nodes.node import Value
+
+Step = KernelStep | ExternStep
+Held = Value | Temporary
+KernelKey = tuple[str, str, Hashable, Hashable, Hashable]
+"""Name, source, signature, what is divisible by 16, blocks and warps."""
+
+TINY = 1 << 20
+"""Bytes that a step may touch to share a launch with other kernels: what is larger does not wait for launches."""
+
+HELD, FAR = 1 << 20, 16 << 20
+"""A step with more than ``HELD`` bytes of intermediate results is not moved past ``FAR`` bytes of other steps' work: they would
+be held for longer, and be read from memory instead of from the cache."""
+
+TRIES, MAX_DEGREE = 4, 256
+FLAT_WARPS, WARPS_APART = 4, 4
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """Steps that will run together, by position. ``low`` is above the level of all that they wait for, ``high`` the level of the
+    first that waits for them. ``ready`` and ``due``: the positions between which they could run; ``reading`` and ``writing``:
+    the same of those among them whose many bytes should neither wait nor be made early."""
+
+    steps: list[int]
+    stage: int
+    level: int = 0
+    low: int = 0
+    high: int = 1
+    before: list["Item"] = field(default_factory=list)
+    after: list["Item"] = field(default_factory=list)
+    ready: int = 0
+    due: int = 0
+    reading: int | None = None
+    writing: int | None = None
+    nbytes: int = 0
+    warps: tuple[int, ...] = ()  # what its kernels were laid out for, those that have no preference left out
+    kernels: dict[KernelKey, None] = field(default_factory=dict)
+    joined: "Item | None" = None
+
+    def root(self) -> "Item":
+        item = self
+        while item.joined is not None:
+            item = item.joined
+        return item
+
+
+def combine(plan: Plan) -> Plan:
+    """The plan with fewer launches, or the same plan where nothing can be combined or the optimisation is off."""
+    if not settings.enabled("combo") or len(plan.steps) < 2:
+        return plan
+    items = items_of(plan)
+    joiner = Joiner(plan.steps)
+    roots = items
+    for key_of in (same_kernel, same_source, tiny):
+        joiner.join(roots, key_of)
+        roots = [item for item in roots if item.joined is None]
+    if len(roots) == len(items):
+        return replace(plan, refusals=plan.refusals + tuple(joiner.refusals))
+    steps: list[Step] = []
+    for item in in_order(roots):
+        steps += launches(item, plan.steps)
+    return replace(plan, steps=tuple(steps), refusals=plan.refusals + tuple(joiner.refusals), needs=())
+
+
+def same_kernel(item: "Item") -> Hashable | None:
+    return (item.stage, *item.kernels) if item.kernels else None
+
+
+def same_source(item: "Item") -> Hashable | None:
+    """Kernels that differ in nothing but which arguments are known to be multiples of 16."""
+    return (item.stage, *(key[1:3] + key[4:] for key in item.kernels)) if item.kernels else None
+
+
+def tiny(item: "Item") -> Hashable | None:
+    return item.stage if item.kernels and item.nbytes <= TINY * len(item.steps) else None
+
+
+def stage_of(step: Step) -> int:
+    return step.node.stage if isinstance(step, ExternStep) else step.nodes[0].stage
+
+
+def touched(step: Step) -> tuple[list[Held], list[Held]]:
+    """(read, written)."""
+    if isinstance(step, KernelStep):
+        return list(step.reads), list(step.writes)
+    return list(step.node.inputs()), [write.value for write in step.node.all_writes()]
+
+
+def size_of(value: Held) -> int:
+    return value.nbytes if isinstance(value, Temporary) else value.buffer.nbytes
+
+
+def kernel_key(step: Step) -> KernelKey | None:
+    """Equal for steps that one lane can run; None for those that no combo can."""
+    if isinstance(step, ExternStep) or step.grid[1:] != (1, 1) or len(step.args) + 2 > MAX_ARGUMENTS:
+        return None
+    kernel = step.kernel
+    draws = any(isinstance(arg, (Seed, Offset)) for arg in step.args)  # a generator moves on by one launch at a time
+    if draws or pieces(kernel.source, kernel.name) is None:
+        return None
+    blocks = None if step.flat else (kernel.constexprs, kernel.num_warps)
+    return (kernel.name, kernel.source, kernel.signature, kernel.divisible, blocks)
+
+
+def items_of(plan: Plan) -> list[Item]:
+    """One item for each step, with its level and where it could run."""
+    items = [Item([index], stage_of(step), ready=-1, due=len(plan.steps)) for index, step in enumerate(plan.steps)]
+    for index, (item, needs) in enumerate(zip(items, plan.needs)):
+        for need in needs:
+            item.before.append(items[need])
+            items[need].after.append(item)
+            item.ready = max(item.ready, need)
+            items[need].due = min(items[need].due, index)
+    for item in reversed(items):
+        item.high = min((other.level for other in item.after), default=1)
+        item.level = item.high - 1
+    for item in items:
+        item.low = max((other.level for other in item.before), default=-len(items) - 1) + 1
+    made = {value for step in plan.steps for value in touched(step)[1]}
+    used = {value for step in plan.steps for value in touched(step)[0]}
+    for item, step in zip(items, plan.steps):
+        _describe(item, step, made, used)
+    return items
+
+
+def _describe(item: Item, step: Step, made: set[Held], used: set[Held]) -> None:
+    read, written = touched(step)
+    item.nbytes = sum(map(size_of, (*read, *written)))
+    if sum(size_of(value) for value in read if value in made) > HELD:
+        item.reading = item.ready
+    if sum(size_of(value) for value in written if value in used) > HELD:
+        item.writing = item.due
+    key = kernel_key(step)
+    if key is not None and isinstance(step, KernelStep):
+        item.kernels[key] = None
+        item.warps = () if step.flat else (step.kernel.num_warps,)
+
+
+class Joiner:
+    """Joins items whose key is the same, where dependencies and memory allow."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self.refusals: list[Refusal] = []
+        self._steps = steps
+        self._work = [0, *accumulate(sum(map(size_of, sum(touched(step), []))) for step in steps)]
+
+    def join(self, items: Sequence[Item], key_of: Callable[[Item], Hashable | None]) -> None:
+        """Each item joins one of the last few with its key, or is one that others may join."""
+        open_items: dict[Hashable, list[Item]] = {}
+        for item in items:
+            key = key_of(item)
+            if key is None:
+                continue
+            known = open_items.setdefault(key, [])
+            reasons = [self._refuse(other, item) for other in reversed(known[-TRIES:])]
+            fitting = next((other for other, reason in zip(reversed(known[-TRIES:]), reasons) if not reason), None)
+            if fitting is None:
+                if reasons:
+                    self._note(known[-1], item, reasons[0])
+                known.append(item)
+                continue
+            unite(fitting, item)
+
+    def _note(self, one: Item, two: Item, reason: str) -> None:
+        first, second = (self._steps[item.steps[0]] for item in (one, two))
+        assert isinstance(first, KernelStep) and isinstance(second, KernelStep)
+        self.refusals.append(Refusal(first.nodes[0], second.nodes[0], f"no shared launch: {reason}"))
+
+    def _refuse(self, group: Item, item: Item) -> str:
+        """Why the item does not join the group; "" where it does."""
+        if len({**group.kernels, **item.kernels}) > MAX_LANES:
+            return f"more than {MAX_LANES} kernels"
+        warps = group.warps + item.warps
+        if warps and max(warps) > WARPS_APART * min(warps):
+            return "they need programs of different sizes"
+        if shared_level(group, item) is None:
+            return "what lies between them has to run between them"
+        if not self._near(group, item):
+            return "large results would be held for longer"
+        return ""
+
+    def _near(self, group: Item, item: Item) -> bool:
+        """Whether neither's large operands would wait, or be made early, for the other."""
+        ready, due = max(group.ready, item.ready), min(group.due, item.due)
+        starts = [start for start in (group.reading, item.reading) if start is not None]
+        ends = [end for end in (group.writing, item.writing) if end is not None]
+        return self._between(min(starts, default=ready), ready) <= FAR and self._between(due, max(ends, default=due)) <= FAR
+
+    def _between(self, first: int, last: int) -> int:
+        """Bytes touched by the steps behind ``first`` up to ``last``."""
+        return self._work[min(last + 1, len(self._steps))] - self._work[first + 1] if last > first else 0
+
+
+def shared_level(group: Item, item: Item) -> int | None:
+    """A level at which both can stand, the group's if possible; None where there is none."""
+    low, high = max(group.low, item.low), min(group.high, item.high)
+    if low <= group.level < high:
+        return group.level
+    cheap = len(group.before) + len(group.after) <= MAX_DEGREE
+    return item.level if cheap and low <= item.level < high else None
+
+
+def unite(group: Item, item: Item) -> None:
+    """Make the item a part of the group."""
+    level = shared_level(group, item)
+    assert level is not None
+    for side in (group, item):
+        if side.level != level:
+            for other in side.before:
+                other.root().high = min(other.root().high, level)
+            for other in side.after:
+                other.root().low = max(other.root().low, level + 1)
+    group.level, group.low, group.high = level, max(group.low, item.low), min(group.high, item.high)
+    group.steps += item.steps
+    group.before += item.before
+    group.after += item.after
+    group.ready, group.due = max(group.ready, item.ready), min(group.due, item.due)
+    group.reading = min((start for start in (group.reading, item.reading) if start is not None), default=None)
+    group.writing = max((end for end in (group.writing, item.writing) if end is not None), default=None)
+    group.nbytes += item.nbytes
+    group.warps = tuple(dict.fromkeys(group.warps + item.warps))
+    group.kernels.update(item.kernels)
+    item.joined = group
+
+
+def in_order(items: Sequence[Item]) -> Iterator[Item]:
+    """Dependency order, otherwise by stage and each item's first step."""
+    before = {item: {other.root() for other in item.before} for item in items}
+    after: dict[Item, list[Item]] = {item: [] for item in items}
+    for item, others in before.items():
+        for other in others:
+            after[other].append(item)
+    waiting = {item: len(others) for item, others in before.items()}
+    ready = [(item.stage, item.steps[0], item) for item in items if not waiting[item]]
+    heapq.heapify(ready)
+    left = len(items)
+    while ready:
+        *_, item = heapq.heappop(ready)
+        yield item
+        left -= 1
+        for follower in after[item]:
+            waiting[follower] -= 1
+            if not waiting[follower]:
+                heapq.heappush(ready, (follower.stage, follower.steps[0], follower))
+    assert not left, "combining made a cycle"
+
+
+def launches(item: Item, steps: Sequence[Step]) -> list[Step]:
+    """The item's steps in as few launches as arguments allow."""
+    if len(item.steps) == 1:
+        return [steps[item.steps[0]]]
+    warps = max(item.warps, default=FLAT_WARPS)
+    by_kernel: dict[KernelKey | None, list[KernelStep]] = {}
+    for index in item.steps:
+        step = steps[index]
+        assert isinstance(step, KernelStep)
+        by_kernel.setdefault(kernel_key(step), []).append(step)
+    lanes = [lane for same in by_kernel.values() for lane in lanes_of(same, warps)]
+    return [packed[0].steps[0] if len(packed) == len(packed[0].steps) == 1 else ComboWriter(packed, warps).step()
+            for packed in pack(lanes)]
+
+
+def pack(lanes: Sequence[Lane]) -> list[list[Lane]]:
+    """The lanes, in order, by launch."""
+    packed: list[list[Lane]] = []
+    for lane in lanes:
+        last = packed[-1] if packed else []
+        if last and len(last) < MAX_LANES and sum(one.arguments for one in (*last, lane)) + 1 <= MAX_ARGUMENTS:
+            last.append(lane)
+        else:
+            packed.append([lane])
+    return packed
