@@ -4,11 +4,12 @@ codegen's planning modules."""
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Sequence
 
 from codegen.kernel import ExternStep, KernelStep, Plan, Temporary
 from codegen.memory_plan import StepUse, kernel_use, node_use, plan_memory
-from ir_nodes import Graph, Node, Value
+from ir_nodes import BufferKind, Graph, Node, Value
 from ir_nodes.estimate import Rates, cost
 
 
@@ -16,7 +17,8 @@ from ir_nodes.estimate import Rates, cost
 class StepFacts:
     """One launch or ATen call. Bytes are those that it moves; ``alone``: what its ops would move if each ran by itself.
 
-    ``seconds``: an estimate, see `ir_nodes.estimate`. ``why``: why ATen runs it, "" for a kernel.
+    ``seconds``: an estimate, see `ir_nodes.estimate`; ``measured``: what it took when it ran, where that is known. ``why``: why
+    ATen runs it, "" for a kernel.
     """
 
     name: str
@@ -26,6 +28,7 @@ class StepFacts:
     alone: int
     seconds: float
     why: str = ""
+    measured: float | None = None
 
     @property
     def is_kernel(self) -> bool:
@@ -33,15 +36,29 @@ class StepFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryFacts:
+    """(number, bytes) of buffers that a program is given, hands out, and makes and frees in between, and of values that never
+    reach memory because they live in registers only."""
+
+    inputs: tuple[int, int]
+    results: tuple[int, int]
+    between: tuple[int, int]
+    registers: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """A graph's steps in the order in which they run. ``held``: bytes in use while each runs, inputs and results included.
 
-    ``refusals``: pairs of ops that could not share a kernel, counted by (first, second, reason).
+    ``refusals``: pairs of ops that could not share a kernel, counted by (first, second, reason). ``copy_rate``: bytes per second
+    that a copy on this machine reads and writes, where times were measured.
     """
 
     steps: tuple[StepFacts, ...]
     held: tuple[int, ...]
     refusals: tuple[tuple[tuple[str, str, str], int], ...]
+    memory: MemoryFacts
+    copy_rate: float | None = None
 
     @property
     def kernels(self) -> int:
@@ -59,12 +76,29 @@ class Explanation:
     def seconds(self) -> float:
         return sum(step.seconds for step in self.steps)
 
+    @property
+    def measured(self) -> float | None:
+        known = [step.measured for step in self.steps if step.measured is not None]
+        return sum(known) if known else None
+
+    def with_times(self, times: Sequence[tuple[tuple[Node, ...], float]], copy_rate: float) -> Explanation:
+        """The same with what ran: ops and seconds. A step's time is that of all that ran nothing but its ops."""
+        left = [(frozenset(nodes), seconds) for nodes, seconds in times]
+        steps = []
+        for step in self.steps:
+            ops = frozenset(step.nodes)
+            same = [one for one in left if one[0] == ops][:1]  # a split reduction is two launches of the same ops
+            mine = same or [one for one in left if one[0] and one[0] <= ops]
+            left = [one for one in left if all(one is not taken for taken in mine)]
+            steps.append(replace(step, measured=sum(seconds for _, seconds in mine) if mine else None))
+        return replace(self, steps=tuple(steps), copy_rate=copy_rate)
+
 
 def explain(graph: Graph, plan: Plan, rates: Rates) -> Explanation:
     """The facts of ``plan``, which was made for ``graph``, on a machine of ``rates``."""
     counted = Counter((refusal.first.name, refusal.second.name, refusal.reason) for refusal in plan.refusals)
     steps = tuple(facts(step, rates) for step in plan.steps)
-    return Explanation(steps, held_bytes(graph, plan), tuple(counted.most_common()))
+    return Explanation(steps, held_bytes(graph, plan), tuple(counted.most_common()), memory_facts(graph, plan))
 
 
 def facts(step: KernelStep | ExternStep, rates: Rates) -> StepFacts:
@@ -81,6 +115,17 @@ def facts(step: KernelStep | ExternStep, rates: Rates) -> StepFacts:
 
 def size_of(value: Value | Temporary) -> int:
     return value.nbytes if isinstance(value, Temporary) else value.buffer.nbytes
+
+
+def memory_facts(graph: Graph, plan: Plan) -> MemoryFacts:
+    used = dict.fromkeys(buffer for step in plan.steps for buffer in (*use_of(step).buffers, *use_of(step).makes))
+    buffers = [buffer for buffer in graph.buffers if buffer.index in used and buffer.kind is not BufferKind.GENERATOR]
+    inputs = [buffer.nbytes for buffer in buffers if buffer.kind is BufferKind.INPUT]
+    made = [buffer for buffer in buffers if buffer.kind is not BufferKind.INPUT]
+    between = [buffer.nbytes for buffer in made if not buffer.live] + [temporary.nbytes for temporary in plan.temporaries]
+    elided = [value.buffer.nbytes for step in plan.steps if isinstance(step, KernelStep) for value in step.elided]
+    counted = [(len(sizes), sum(sizes)) for sizes in (inputs, [buffer.nbytes for buffer in made if buffer.live], between, elided)]
+    return MemoryFacts(*counted)
 
 
 def held_bytes(graph: Graph, plan: Plan) -> tuple[int, ...]:

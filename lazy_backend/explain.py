@@ -13,6 +13,7 @@ import torch
 
 from barriers.pipeline import ordered_passes, run_passes
 from codegen.combo import combine
+from codegen.executable import Emit
 from codegen.explanation import Explanation, StepFacts
 from codegen.explanation import explain as explain_plan
 from codegen.fuse import plan
@@ -21,8 +22,10 @@ from ir_nodes.node import Frame
 from lazy_backend import api, core, debug, flush, orders
 from lazy_backend.page import bars, document
 from lazy_backend.schedule_report import seconds, size
+from lazy_backend.step_times import StepTimes, copy_rate, with_times
 
 _HEAD = ("step", "what runs", "ops", "reads", "writes", "estimated", "memory held", "first line")
+_MEASURED_HEAD = (*_HEAD[:6], "measured", "of a copy's rate", *_HEAD[6:])
 _KEYS = itertools.count(1 << 62)  # of recordings that are compiled to be looked at
 
 
@@ -39,17 +42,21 @@ class Explained:
 
 
 def explain(what: torch.Tensor | Iterable[torch.Tensor] | Callable[..., Any], *args: Any,
-            html: str | os.PathLike[str] | None = None, **kwargs: Any) -> Explained:
+            html: str | os.PathLike[str] | None = None, measure: bool = False, **kwargs: Any) -> Explained:
     """How the ops behind some tensors, or those of a call ``what(*args, **kwargs)``, become kernels: `print` what this returns.
 
     For tensors nothing runs. A call runs, barriers and all, and whatever it records is explained, known or not. ``html``: a file
-    for the same with pictures, which needs no network. Times and bytes are estimates (`ir_nodes.estimate`). Raises ValueError for
-    tensors that are not lazysched tensors of one device, and what the call raises.
+    for the same with pictures, which needs no network. Times and bytes are estimates (`ir_nodes.estimate`). ``measure``: the call
+    runs twice, and what the second run takes is told step by step beside the estimates. Raises ValueError for tensors that are
+    not lazysched tensors of one device or that were to be measured, and what the call raises.
     """
-    graphs = recorded_by(lambda: what(*args, **kwargs)) if callable(what) else [optimised(what)]
-    rates = orders.rates()
-    plans = [(graph, combine(plan(graph))) for graph in graphs if graph.nodes]
-    found = Explained(flush.engine_name(), tuple(explain_plan(*both, rates) for both in plans))
+    if measure and not callable(what):
+        raise ValueError("what is measured has to run: give explain a function that makes the tensors")
+    if measure:
+        found = measured(lambda: what(*args, **kwargs))  # type: ignore[operator]
+    else:
+        graphs = recorded_by(lambda: what(*args, **kwargs)) if callable(what) else [optimised(what)]
+        found = Explained(flush.engine_name(), tuple(map(explained, (graph for graph in graphs if graph.nodes))))
     if html is not None:
         Path(html).write_text(page(found), encoding="utf-8")
     return found
@@ -58,6 +65,36 @@ def explain(what: torch.Tensor | Iterable[torch.Tensor] | Callable[..., Any], *a
 def optimised(tensors: torch.Tensor | Iterable[torch.Tensor]) -> Graph:
     """What is recorded for ``tensors``, as the engine would get it."""
     return run_passes(debug.graph(tensors), ordered_passes())[0]
+
+
+def explained(graph: Graph) -> Explanation:
+    return explain_plan(graph, combine(plan(graph)), orders.rates())
+
+
+def measured(call: Callable[[], Any]) -> Explained:
+    """What a second run of ``call`` runs, with times; the first compiles, and warms the device up."""
+    clocks: list[tuple[Graph, StepTimes]] = []
+
+    def time_steps(graph: Graph, steps: list[Emit], device: int) -> list[Emit]:
+        timed, times = with_times(steps, device)
+        clocks.append((graph, times))
+        return timed
+
+    def twice() -> Any:
+        call()
+        api.mark_step()
+        for _, times in clocks:
+            times.runs = 0
+        return call()
+
+    flush.steppers.append(time_steps)
+    try:
+        recorded_by(twice)
+    finally:
+        flush.steppers.remove(time_steps)
+    ran = [(graph, times) for graph, times in clocks if graph.nodes and times.runs]
+    return Explained(flush.engine_name(), tuple(explained(graph).with_times(times.read(), copy_rate(times.device))
+                                                for graph, times in ran))
 
 
 def recorded_by(call: Callable[[], Any]) -> list[Graph]:
@@ -85,9 +122,9 @@ def other_engine(name: str) -> str:
 def text(one: Explanation, number: int = 1, of: int = 1) -> str:
     """One recording in words and a table."""
     title = f"recording {number} of {of}: " if of > 1 else ""
-    rows = [_HEAD, *(row(*both) for both in zip(itertools.count(), one.steps, one.held))]
-    widths = [max(len(cells[column]) for cells in rows) for column in range(len(_HEAD))]
-    lines = [title + summary(one), ""]
+    rows = table(one)
+    widths = [max(len(cells[column]) for cells in rows) for column in range(len(rows[0]))]
+    lines = [title + summary(one), "", memory(one), ""]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip() for cells in rows]
     lines += ["", "run by ATen, because:", *(f"  {reason}" for reason in reasons(one.steps))] if reasons(one.steps) else []
     lines += ["", "not in one kernel, because:", *(f"  {told}" for told in refusals(one))] if one.refusals else []
@@ -99,18 +136,41 @@ def summary(one: Explanation) -> str:
     calls = len(one.steps) - one.kernels
     peak = max(one.held, default=0)
     steps = f"{counted(one.ops, 'op')} in {counted(one.kernels, 'kernel')} and {counted(calls, 'ATen call')}"
-    return (f"{steps}; {size(one.moved)} moved, {size(alone)} if each op ran by itself; {seconds(one.seconds)} estimated; "
+    took = "" if one.measured is None else f", {seconds(one.measured)} measured"
+    return (f"{steps}; {size(one.moved)} moved, {size(alone)} if each op ran by itself; {seconds(one.seconds)} estimated{took}; "
             f"{size(peak)} held at most")
+
+
+def memory(one: Explanation) -> str:
+    """The memory plan in a sentence."""
+    facts = one.memory
+    parts = [f"{counted(number, what)} of {size(nbytes)}" for (number, nbytes), what in
+             ((facts.inputs, "input"), (facts.results, "result"), (facts.between, "buffer")) if number]
+    told = "memory: " + ", ".join(parts) + (" in between" if facts.between[0] else "")
+    number, nbytes = facts.registers
+    return told + (f"; {counted(number, 'value')} of {size(nbytes)} in registers only" if number else "")
+
+
+def table(one: Explanation) -> list[tuple[str, ...]]:
+    """The steps' facts under their heads."""
+    head = _HEAD if one.copy_rate is None else _MEASURED_HEAD
+    return [head, *(row(number, step, held, one.copy_rate) for number, step, held in zip(itertools.count(), one.steps, one.held))]
 
 
 def counted(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def row(number: int, step: StepFacts, held: int) -> tuple[str, ...]:
-    what = step.name if step.is_kernel else f"{step.name} (ATen)"
-    return (str(number), what, str(len(step.nodes)), size(step.read), size(step.written), seconds(step.seconds), size(held),
-            str(frame_of(step) or ""))
+def row(number: int, step: StepFacts, held: int, copy_rate: float | None) -> tuple[str, ...]:
+    return (str(number), label(step), str(len(step.nodes)), size(step.read), size(step.written), seconds(step.seconds),
+            *([] if copy_rate is None else rate_of(step, copy_rate)), size(held), str(frame_of(step) or ""))
+
+
+def rate_of(step: StepFacts, copy_rate: float) -> tuple[str, str]:
+    """What the step took, and how its traffic compares with a copy's."""
+    if not step.measured:
+        return "", ""
+    return seconds(step.measured), f"{(step.read + step.written) / step.measured / copy_rate:.0%}"
 
 
 def frame_of(step: StepFacts) -> Frame | None:
@@ -137,14 +197,18 @@ def page(found: Explained) -> str:
     """The report as one HTML page."""
     parts = ["<h1>What becomes of the recorded ops</h1>"]
     for number, one in enumerate(found.recordings, 1):
-        parts.append(f"<h2>Recording {number} of {len(found.recordings)}</h2><p>{escape(summary(one))}</p>")
+        parts.append(f"<h2>Recording {number} of {len(found.recordings)}</h2>")
+        parts += [f"<p>{escape(told)}</p>" for told in (summary(one), memory(one))]
         names = [label(step) for step in one.steps]
         times = [step.seconds for step in one.steps]
         parts.append(bars("estimated time of each step", list(zip(names, times, map(seconds, times)))))
+        if one.copy_rate is not None:
+            took = [step.measured or 0.0 for step in one.steps]
+            parts.append(bars("measured time of each step", list(zip(names, took, map(seconds, took)))))
         parts.append(bars("memory held while it runs", list(zip(names, one.held, map(size, one.held)))))
-        body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row(*both)) + "</tr>"
-                       for both in zip(itertools.count(), one.steps, one.held))
-        head = "".join(f"<th>{cell}</th>" for cell in _HEAD)
+        first, *rest = table(one)
+        body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>" for cells in rest)
+        head = "".join(f"<th>{escape(cell)}</th>" for cell in first)
         parts.append(f'<div class="scroll box"><table><tr>{head}</tr>{body}</table></div>')
         for title, told in (("Run by ATen, because", reasons(one.steps)), ("Not in one kernel, because", refusals(one))):
             if told:

@@ -27,6 +27,10 @@ watchers: list[Callable[[Graph], None]] = []
 """Called with each new graph as it is handed to the engine; for `explain`."""
 
 
+steppers: list[Callable[[Graph, list[Emit], int], list[Emit]]] = []
+"""Called with each new graph, its steps and its device's index; give the steps that run instead. For `explain`."""
+
+
 def compile_recording(native: ModuleType, recording: Recording, device: int) -> Program:
     """The program for ``recording`` on device ``device``. Runs once per cache miss, under the GIL."""
     now = settings.current()
@@ -54,6 +58,8 @@ def compile_recording(native: ModuleType, recording: Recording, device: int) -> 
     if orders.measuring():
         part_segments(graph)
     steps, temporaries = plan_steps(graph, engine_name(), device)
+    for stepper in steppers:
+        steps = stepper(graph, steps, device)
     report = orders.report(ordered)
     if report is not None and orders.measuring():
         steps = with_times(steps, report)

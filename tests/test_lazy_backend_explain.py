@@ -60,6 +60,52 @@ def test_a_call_is_explained_whether_its_recordings_are_known_or_not() -> None:
     assert lazy_backend.stats()["compiles"] == compiled, "known programs serve again"
 
 
+def test_a_call_is_measured_step_by_step() -> None:
+    x = torch.ones(300, 300, device=DEVICE)
+    runs = []
+
+    def call() -> torch.Tensor:
+        runs.append(1)
+        return (x @ x).relu() + 1
+
+    found = explain(call, measure=True)
+    (one,) = found.recordings
+    assert len(runs) == 2 and (one.kernels, len(one.steps)) == (1, 2)
+    assert all(step.measured is not None and 0 < step.measured < 10 for step in one.steps)
+    assert one.measured == pytest.approx(sum(step.measured or 0 for step in one.steps))
+    assert one.copy_rate is not None and 1e8 < one.copy_rate < 1e14
+    told = str(found)
+    assert " measured; " in told and "of a copy's rate" in told and "%" in told
+    assert lazy_backend.flush.steppers == []
+    assert "measured" not in str(explain(call))
+    with pytest.raises(ValueError, match="has to run"):
+        explain(x + 1, measure=True)
+
+
+def test_a_training_step_is_measured_as_it_repeats() -> None:
+    weight = torch.ones(64, 64, device=DEVICE, requires_grad=True)
+    optimizer = torch.optim.Adam([weight])
+
+    def step() -> None:
+        optimizer.zero_grad()
+        (weight @ weight).square().mean().backward()
+        optimizer.step()
+
+    found = explain(step, measure=True)
+    ops = {node.name for one in found.recordings for step in one.steps for node in step.nodes}
+    assert "zeros_like" not in ops, "the second step makes no state"
+    assert all(step.measured is not None for one in found.recordings for step in one.steps)
+
+
+def test_the_memory_plan_is_told() -> None:
+    x = torch.ones(1000).to(DEVICE)
+    y = (x.exp() * 2).cumsum(0) + 1
+    (one,) = explain(y).recordings
+    assert one.memory.inputs == (1, 1000 * FLOAT) and one.memory.results == (1, 1000 * FLOAT)
+    assert one.memory.registers == (1, 1000 * FLOAT) and one.memory.between[0] == 2
+    assert "memory: 1 input of 3.906 KiB, 1 result of 3.906 KiB, 2 buffers" in str(explain(y))
+
+
 def test_an_error_in_the_call_is_the_users_and_leaves_nothing_behind() -> None:
     with pytest.raises(ZeroDivisionError):
         explain(lambda: 1 / 0)
@@ -70,6 +116,6 @@ def test_an_error_in_the_call_is_the_users_and_leaves_nothing_behind() -> None:
 
 def test_the_page_needs_no_network(tmp_path: Path) -> None:
     x = torch.ones(16, 16, device=DEVICE)
-    explain((x @ x).softmax(-1), html=tmp_path / "page.html")
+    explain(lambda: (x @ x).softmax(-1), html=tmp_path / "page.html", measure=True)
     page = (tmp_path / "page.html").read_text()
-    assert "<svg" in page and "aten::mm" in page and "http" not in page
+    assert "<svg" in page and "aten::mm" in page and "http" not in page and "measured time" in page
