@@ -14,6 +14,7 @@ from codegen.body import Scratch
 from codegen.emit import emit_group
 from codegen.expressions import Unsupported
 from codegen.group import Group, Unit, can_fuse, joint_level, merge, new_group
+from codegen.instructions import Part
 from codegen.kernel import ExternStep, KernelStep, Plan, Refusal
 from codegen.lower import lower
 from codegen.tuning import HOPPER, Tuning
@@ -69,41 +70,39 @@ def lower_all(graph: Graph, tuning: Tuning = HOPPER) -> list[Unit]:
         try:
             parts = lower(node, scratch, tuning)
         except Unsupported as refusal:
-            units.append(Unit(len(units), node, None, str(refusal)))
+            made = tuple(write.value for write in node.all_writes())
+            units.append(Unit(len(units), node, None, str(refusal), tuple(node.inputs()), made))
             continue
+        partial = {write.value: write.base for write in node.all_writes() if write.base is not None
+                   and not write.layout.covers(write.value.buffer.nbytes)}
         for part in parts:
-            units.append(Unit(len(units), node, part))
-            scratch += sum(1 for mode, access in part.accesses() if mode == "w" and access.value.buffer.index < 0)
+            needs, makes = memory_of(part, partial)
+            units.append(Unit(len(units), node, part, "", needs, makes))
+            scratch += sum(1 for value in makes if value.buffer.index < 0)
     return units
 
 
-def written_values(unit: Unit) -> list[Value]:
-    if unit.part is None:
-        return [write.value for write in unit.node.all_writes()]
-    states = [write.value for write in unit.node.effects] if unit.part.draws else []
-    return [access.value for mode, access in unit.part.accesses() if mode == "w"] + states
+def memory_of(part: Part, partial: dict[Value, Value]) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+    """What must exist before a part runs, what it reads and what it partly overwrites; and what it makes. ``partial``: what is
+    partly overwritten, by what replaces it."""
+    accesses = part.accesses()
+    makes = [access.value for mode, access in accesses if mode == "w"]
+    needs = [access.value for mode, access in accesses if mode == "r"]
+    needs += [partial[value] for value in dict.fromkeys(makes) if value in partial] if partial else []
+    if part.draws:
+        makes += [write.value for write in part.node.effects]
+        needs += [write.base for write in part.node.effects if write.base is not None]
+    return tuple(needs), tuple(makes)
 
 
 def values_written_by(group: Group) -> list[Value]:
-    return [value for unit in group.units for value in written_values(unit)]
-
-
-def needed_values(unit: Unit) -> list[Value]:
-    """What must exist before the unit runs: what it reads and what it partly overwrites."""
-    if unit.part is None:
-        return list(unit.node.inputs())
-    mine = dict.fromkeys(written_values(unit))
-    partial = [write for write in unit.node.all_writes() if not write.layout.covers(write.value.buffer.nbytes)]
-    bases = [write.base for write in partial if write.base is not None and write.value in mine]
-    if unit.part.draws:
-        bases += [write.base for write in unit.node.effects if write.base is not None]
-    return [access.value for mode, access in unit.part.accesses() if mode == "r"] + bases
+    return [value for unit in group.units for value in unit.makes]
 
 
 def users_of(units: Sequence[Unit]) -> dict[Value, dict[Unit, None]]:
     users: dict[Value, dict[Unit, None]] = {}
     for unit in units:
-        for value in needed_values(unit):
+        for value in unit.needs:
             users.setdefault(value, {})[unit] = None
     return users
 
@@ -116,11 +115,11 @@ def add_dependencies(graph: Graph, units: Sequence[Unit], order: Iterable[tuple[
     overwritten = {new: old for values in graph.values for old, new in zip(values, values[1:])}  # passes leave gaps in versions
     for unit in units:
         by_node.setdefault(unit.node, []).append(unit)
-        for value in needed_values(unit):
+        for value in unit.needs:
             if value in producer:
                 unit.before[producer[value]] = None
             users.setdefault(value, {})[unit] = None
-        for value in written_values(unit):
+        for value in unit.makes:
             producer[value] = unit
             old = overwritten.get(value)
             if old is not None:
@@ -193,7 +192,7 @@ class Fuser:
         return None
 
     def _remember(self, unit: Unit) -> None:
-        for value in written_values(unit):
+        for value in unit.makes:
             self._makers[value] = unit
         for mode, access in unit.part.accesses() if unit.part else ():
             if mode == "r":

@@ -29,6 +29,8 @@ class Unit:
     node: Node
     part: Part | None
     reason: str = ""
+    needs: tuple[Value, ...] = ()  # what must exist before it runs
+    makes: tuple[Value, ...] = ()
     before: dict["Unit", None] = field(default_factory=dict)  # units that must run earlier
 
 
@@ -66,6 +68,7 @@ class Group:
     numel: int = 0
     reduced: Reduced | None = None
     split: bool = False
+    draws: bool = False
     cuts: tuple[int, ...] = ()
     kept_units: dict[Unit, None] = field(default_factory=dict)  # pointwise units placed over the kept elements
     touched: Touched = field(default_factory=dict)
@@ -101,6 +104,7 @@ def new_group(unit: Unit, level: int, tuning: Tuning) -> Group:
     if part is not None:
         group.numel, group.reduced = part.numel, part.reduced
         group.split = part.reduces and not part.waits and tuning.splits(part)
+        group.draws = part.draws
         group.cuts = forms.reduced_cuts(part.reduced or (), part.numel)
         absorb(group, [unit], {})
     return group
@@ -168,7 +172,7 @@ def can_fuse(left: Group, right: Group) -> Joint | str:
         return "the schedule keeps their segments apart"
     if len(left.units) + len(right.units) > MAX_NODES:
         return f"more than {MAX_NODES} nodes in one kernel"
-    if all(any(unit.part is not None and unit.part.draws for unit in group.units) for group in (left, right)):
+    if left.draws and right.draws:
         return "each draws random numbers"
     operands = sum(len(feet) for group in (left, right) for feet in group.touched.values())
     if operands > MAX_OPERANDS and _distinct(left, right) > MAX_OPERANDS:
@@ -188,21 +192,11 @@ def _memory_reason(left: Group, right: Group, joint: Joint) -> str | None:
     cuts: tuple[int, ...] | None = forms.reduced_cuts(joint.reduced or (), joint.numel)
     sides: list[Touched] = []
     for group in (left, right):
-        moved = group.reduced is None and group.numel != joint.numel
-        side: Touched = {}
-        for buffer, feet in group.touched.items():
-            for key, foot in feet.items():
-                form = forms.embed(foot.form or (), joint.reduced or (), joint.numel) if moved else foot.form
-                cuts = None if form is None or cuts is None else forms.merge_cuts(cuts, forms.cuts(form))
-                if cuts is None:
-                    return "their operands' dimensions do not nest"
-                side.setdefault(buffer, {})[key] = Footprint(form, foot.dtype, foot.access, foot.gathers, foot.written)
-        for pattern in group.patterns:
-            form = forms.embed(pattern, joint.reduced or (), joint.numel) if moved else pattern
-            cuts = None if form is None or cuts is None else forms.merge_cuts(cuts, forms.cuts(form))
-            if cuts is None:
-                return "their operands' dimensions do not nest"
-        sides.append(side)
+        moved = group if group.numel == joint.numel else embedded(group, joint)
+        cuts = None if cuts is None or moved is None else forms.merge_cuts(cuts, moved.cuts)
+        if moved is None or cuts is None:
+            return "their operands' dimensions do not nest"
+        sides.append(moved.touched)
     if cuts is not None and len(cuts) + 1 > MAX_DIMS:
         return f"more than {MAX_DIMS} dimensions that do not merge"
     for buffer in sides[0].keys() & sides[1].keys():
@@ -210,6 +204,21 @@ def _memory_reason(left: Group, right: Group, joint: Joint) -> str | None:
             if any(one.collides(two) for two in sides[1][buffer].values()):
                 return "one writes memory that the other touches in another order"
     return None
+
+
+def embedded(group: Group, joint: Joint) -> Group | None:
+    """What the pointwise ``group`` touches once it runs over the kept elements of a reduction; None where that does not nest."""
+    moved = Group(group.units, group.level, joint.numel, joint.reduced)
+    for form in (*group.patterns, *(foot.form or () for feet in group.touched.values() for foot in feet.values())):
+        full = forms.embed(form, joint.reduced or (), joint.numel)
+        cuts = None if full is None else forms.merge_cuts(moved.cuts, forms.cuts(full))
+        if cuts is None:
+            return None
+        moved.cuts = cuts
+    for buffer, feet in group.touched.items():
+        moved.touched[buffer] = {key: Footprint(forms.embed(foot.form or (), joint.reduced or (), joint.numel), foot.dtype,
+                                                foot.access, foot.gathers, foot.written) for key, foot in feet.items()}
+    return moved
 
 
 def _split_reason(left: Group, right: Group, joint: Joint) -> str | None:
@@ -233,12 +242,20 @@ def _split_reason(left: Group, right: Group, joint: Joint) -> str | None:
 
 def merge(left: Group, right: Group, joint: Joint, level: int) -> Group:
     """Make one group of two; ``left`` stays, the other's `Group.root` becomes it."""
-    left.units = sorted([*left.units, *right.units], key=lambda unit: unit.position)
+    joined = sorted([*left.units, *right.units], key=lambda unit: unit.position)
+    known = [(group.numel, group.reduced) == (joint.numel, joint.reduced) for group in (left, right)]
     left.level, left.numel, left.reduced, left.split = level, joint.numel, joint.reduced, joint.split
     left.kept_units = dict.fromkeys(joint.kept_units)
-    left.cuts = forms.reduced_cuts(joint.reduced or (), joint.numel)
-    left.touched, left.late, left.patterns = {}, {}, {}
-    absorb(left, left.units, left.kept_units)
+    left.draws |= right.draws
+    if not known[0]:
+        left.cuts = forms.reduced_cuts(joint.reduced or (), joint.numel)
+        left.touched, left.late, left.patterns = {}, {}, {}
+        absorb(left, left.units, left.kept_units)
+    if known[1]:
+        take_over(left, right)
+    else:
+        absorb(left, right.units, left.kept_units)
+    left.units = joined
     for neighbour in right.preds:
         neighbour.succs.pop(right, None)
         if neighbour is not left:
@@ -253,6 +270,17 @@ def merge(left: Group, right: Group, joint: Joint, level: int) -> Group:
     left.succs.pop(right, None)
     right.merged_into = left
     return left
+
+
+def take_over(left: Group, right: Group) -> None:
+    """Add the summary of ``right``, which runs over the same space."""
+    for buffer, feet in right.touched.items():
+        known = left.touched.setdefault(buffer, {})
+        for key, foot in feet.items():
+            known.setdefault(key, foot).written.update(foot.written)
+    left.late.update(right.late)
+    left.patterns.update(right.patterns)
+    left.cuts = forms.merge_cuts(left.cuts, right.cuts) or left.cuts
 
 
 def joint_level(left: Group, right: Group) -> int | None:

@@ -72,7 +72,7 @@ class Layout:
 
     def covers(self, nbytes: int) -> bool:
         """True where a write through this layout overwrites all of a buffer of ``nbytes`` bytes."""
-        return self.offset == 0 and self.is_dense and self.nbytes == nbytes
+        return self.offset == 0 and self.nbytes == nbytes and (self.is_contiguous or self.is_dense)
 
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")

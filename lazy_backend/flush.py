@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
 import warnings
 from types import ModuleType
-from typing import Callable
+from typing import Callable, Iterator
 
 from barriers.collectives import join_launches, part_stages, release_waits, sink_waits
 from barriers.pipeline import ordered_passes, run_passes
@@ -31,6 +33,19 @@ steppers: list[Callable[[Graph, list[Emit], int], list[Emit]]] = []
 """Called with each new graph, its steps and its device's index; give the steps that run instead. For `explain`."""
 
 
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Without the garbage collector, which would look through the growing graph again and again and find nothing."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@uncollected()
 def compile_recording(native: ModuleType, recording: Recording, device: int) -> Program:
     """The program for ``recording`` on device ``device``. Runs once per cache miss, under the GIL."""
     now = settings.current()

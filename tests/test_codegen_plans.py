@@ -56,6 +56,31 @@ def test_planning_time_is_linear_and_short() -> None:
     assert seconds[1] < 4 and seconds[1] < 12 * seconds[0]
 
 
+def listed(length: int) -> Graph:
+    """Three ops of an optimizer over ``length`` parameters."""
+    graph = Graph()
+    weights = [whole(graph, torch.float32, (64, 32), BufferKind.INPUT, True) for _ in range(length)]
+    gradients = [whole(graph, torch.float32, (64, 32), BufferKind.INPUT) for _ in range(length)]
+    for _ in range(3):
+        targets = tuple(Access(weight.buffer, weight.layout, "rw") for weight in weights)
+        graph.record("aten::_foreach_add_.List", [targets, tuple(gradients), graph.add_scalar()])
+    return graph
+
+
+def test_planning_lists_of_tensors_takes_linear_time() -> None:
+    plan(listed(20))
+    seconds = []
+    for length in (200, 1000):
+        graph = listed(length)
+        gc.collect()
+        gc.disable()
+        start = time.process_time()
+        assert len(plan(graph).steps) <= length
+        seconds.append(time.process_time() - start)
+        gc.enable()
+    assert seconds[1] < 15 * seconds[0]
+
+
 @settings(max_examples=25, deadline=None)
 @given(program=steps(barriers=False))
 def test_random_programs_equal_eager(program: list[Step]) -> None:
