@@ -1,5 +1,5 @@
 """Infers what an op gives, once for each (op, layouts, constants). Imports torch, `ir_nodes.ops`,
-`core` and `schema`.
+`core`, `samples` and `schema`.
 
 Meta kernels say shapes and dtypes. Where they are written in Python they may be wrong about strides, and some say nothing of
 dtypes that the real kernel refuses: then the physical kernel is asked too, on zeros. The core remembers every answer.
@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ir_nodes import ops
-from lazy_backend import core, schema
+from lazy_backend import core, samples, schema
 
 Tensor = torch.Tensor
 Arguments = tuple[Any, ...]
@@ -41,7 +41,7 @@ _OTHERWISE_ON_CPU = frozenset("_embedding_bag _embedding_bag_forward_only max_un
 _PIVOTED = frozenset("linalg_ldl_solve linalg_lu_solve lu_solve lu_unpack".split())
 _PROBES: dict[int, Callable[..., Tensor]] = {1: torch.neg, 2: torch.add, 3: torch.addcmul}
 MOST_BYTES = 1 << 26
-"""Ops on more bytes are not tried on zeros: Meta's word has to do, and where it is wrong the result is copied."""
+"""Ops on more bytes are tried on fewer samples, or not at all: where Meta's word has to do and is wrong, the result is copied."""
 MOST_BYTES_ELSEWHERE = 1 << 20
 """The same for what is tried on a CPU in the place of a GPU."""
 MISSING = "it has no Meta kernel, so that its result's shape is not known before it runs"
@@ -118,8 +118,10 @@ def layouts(target: str, args: Arguments, metas: Arguments, device: torch.device
     try:
         if doubt.dtypes:
             try_on_device(target, args, device, doubt, lambda n: min(n, 1))
-        if doubt.layouts and may_try(target, args, device, bool(given)):
-            return try_on_device(target, args, device, doubt, lambda n: n)
+        few = samples.fewer(target, args, MOST_BYTES) if doubt.layouts and given else args
+        if doubt.layouts and may_try(target, few, device, bool(given)):
+            tried, found = try_on_device(target, few, device, doubt, lambda n: n)
+            return (tried, found) if few is args else (given, list(map(samples.as_many, found, returns)))
         if doubt.layouts and device.type == "cuda" and bytes_of(args) <= MOST_BYTES_ELSEWHERE:
             return try_on_cpu(target, args, doubt, (given, returns))
     except torch.OutOfMemoryError:

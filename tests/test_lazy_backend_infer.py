@@ -83,3 +83,20 @@ def test_a_triangle_in_place_of_overlapping_rows() -> None:
 def test_a_trial_asks_for_no_polynomial_of_a_vast_degree(name: str) -> None:
     op, x, degrees = getattr(torch.special, name), torch.full((3,), 0.5), torch.tensor([1, 2, 3])
     torch.testing.assert_close(op(x.to(DEVICE), degrees.to(DEVICE)).cpu(), op(x, degrees))
+
+
+def test_a_large_batch_gets_the_layouts_that_a_few_of_its_samples_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(infer, "MOST_BYTES", 1 << 16)
+    results = {}
+    for device in (DEVICE, "cuda" if torch.cuda.is_available() else "cpu"):
+        torch.manual_seed(0)
+        layer = torch.nn.Conv2d(6, 10, 3, stride=2, bias=False).to(device, memory_format=torch.channels_last)
+        norm = torch.nn.BatchNorm2d(10).to(device)
+        x = torch.randn(37, 6, 9, 11).to(device).to(memory_format=torch.channels_last).requires_grad_()
+        y = layer(x)
+        z = torch.nn.functional.max_pool2d(norm(y).relu(), 2)
+        z.pow(2).sum().backward()
+        results[device] = [y, z, x.grad, layer.weight.grad]
+    for ours, eager in zip(*results.values()):
+        assert ours.stride() == eager.stride() and ours.shape == eager.shape
+        torch.testing.assert_close(ours.cpu(), eager.cpu(), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,50 @@
+"""Makes trials of ops on large batches small: what holds for a few samples holds for all. Imports torch and `ir_nodes.ops`.
+
+Such an op treats each sample alike, and its kernels choose the results' layouts without looking at how many there are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ir_nodes import ops
+
+Tensor = torch.Tensor
+
+_EACH_SAMPLE = frozenset(
+    "convolution _convolution convolution_backward native_batch_norm native_batch_norm_backward _native_batch_norm_legit "
+    "_native_batch_norm_legit_no_training max_pool2d_with_indices max_pool3d_with_indices avg_pool2d avg_pool2d_backward "
+    "avg_pool3d avg_pool3d_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d".split()
+)
+_BATCHED = frozenset(("input", "self", "grad_output", "grad_out"))
+LEAST, ENOUGH = 2, 16
+"""Of one sample a layout does not say where its dimension belongs; below 16 convolutions on a CPU may take another way."""
+
+
+def fewer(target: str, args: tuple[Any, ...], most_bytes: int) -> tuple[Any, ...]:
+    """``args``, where they take more than ``most_bytes``, with few samples: an eighth of that, if it will do."""
+    held = sum(arg.numel() * arg.element_size() for arg in args if isinstance(arg, Tensor))
+    if held <= most_bytes or ops.split(target)[1] not in _EACH_SAMPLE:
+        return args
+    batched = [isinstance(arg, Tensor) and arg.dim() > 0 and spec.name in _BATCHED
+               for spec, arg in zip(ops.schema(target).arguments, args)]  # fmt: skip
+    counts = {arg.shape[0] for arg, cut in zip(args, batched) if cut}
+    if len(counts) != 1:
+        return args
+    (count,) = counts
+    most = count * most_bytes // held
+    kept = max(most // 8, min(most, ENOUGH), LEAST)
+    return args if kept >= count else tuple(arg.narrow(0, 0, kept) if cut else arg for arg, cut in zip(args, batched))
+
+
+def as_many(found: Any, known: Any) -> Any:
+    """``known``, a result on Meta, with the strides that ``found``, the same of fewer samples, has in truth."""
+    if not isinstance(found, Tensor) or not isinstance(known, Tensor) or found.shape[1:] != known.shape[1:]:
+        return known
+    # Where samples do not lie one after the other, strides depend on how many there are.
+    outermost = all(found.stride(0) >= stride * size for size, stride in zip(found.shape[1:], found.stride()[1:]))
+    if found.shape != known.shape and not outermost:
+        return known
+    return torch.empty_strided(known.shape, found.stride(), dtype=known.dtype, device="meta")
