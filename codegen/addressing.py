@@ -148,6 +148,11 @@ class IndexWriter:
         if step.stage in ("store", "gather"):
             for number in self._store_axes(step):
                 terms.setdefault(number, [] if terms else [f"i{number} * 0"])
+        elif step.args:  # the block of a load's condition may be wider than the operand's own
+            kept = step.level == KEPT and self.tile.reduced_axis is not None
+            for number in ((self._kept_axis(),) if kept else (0, 1)):
+                if self.tile.axes[number] is not None:
+                    terms.setdefault(number, [f"i{number} * 0"])
         offset = " + ".join(term for number in sorted(terms) for term in terms[number])
         return offset, " & ".join(f"m{number}" for number in sorted(terms) if number < 2)
 

@@ -86,7 +86,7 @@ class BodyBuilder:
         self._current: dict[PlaceKey, Step] = {}  # what the group wrote to a place
         self._loaded: dict[tuple[PlaceKey, int], Step] = {}
         self._written: dict[PlaceKey, list[tuple[MemAccess, int]]] = {}
-        self._inputs: dict[tuple[object, ...], Step] = {}
+        self._computed: dict[tuple[object, ...], Step] = {}  # inputs, indices and expressions
 
     def build(self, outside: set[Value]) -> Body:
         """The body; ``outside``: the group's values that somebody else needs."""
@@ -120,7 +120,7 @@ class BodyBuilder:
         args = tuple(self._made[id(arg)] for arg in instr.args)
         level = self._level(unit, instr)
         if instr.kind == "load":
-            return self._load(instr, level)
+            return self._load(instr, level, args)
         if instr.kind == "store":
             return self._write(instr, args[0], level)
         if instr.kind == "gather":
@@ -133,15 +133,20 @@ class BodyBuilder:
                                       kept_form=place.kept_form, payload=instr.payload))
         if instr.kind in ("scalar", "size", "seed", "offset"):
             key = (instr.kind, instr.payload, instr.dtype)
-            if key not in self._inputs:
-                self._inputs[key] = self.body.add(Step(instr.kind, instr.dtype, UNIFORM, payload=instr.payload))
-            return self._inputs[key]
-        return self.body.add(Step(instr.kind, instr.dtype, level, 0, args, instr.text))
+            if key not in self._computed:
+                self._computed[key] = self.body.add(Step(instr.kind, instr.dtype, UNIFORM, payload=instr.payload))
+            return self._computed[key]
+        if instr.kind == "reduce":
+            return self.body.add(Step("reduce", instr.dtype, level, 0, args, instr.text))
+        key = ("expr", instr.text, instr.dtype, *map(id, args))
+        if key not in self._computed:
+            self._computed[key] = self.body.add(Step("expr", instr.dtype, level, 0, args, instr.text))
+        return self._computed[key]
 
     def _place(self, access: MemAccess, form: Form) -> PlaceKey:
         return (id(access.value.buffer), form, access.dtype, access.byte_offset)
 
-    def _load(self, instr: Instr, level: int) -> Step:
+    def _load(self, instr: Instr, level: int, valid: tuple[Step, ...]) -> Step:
         access = instr.access
         assert access is not None
         form = self._full(access.form, level)
@@ -149,9 +154,12 @@ class BodyBuilder:
         if place in self._current:
             return self._current[place]
         key = (place, level if self.group.split else FULL)  # a split reduction's two kernels load for themselves
-        if key not in self._loaded:
-            step = Step("load", instr.dtype, self._loosest(form, level), access=access, form=form, kept_form=access.form)
-            self._loaded[key] = self.body.add(step)
+        if key in self._loaded:
+            return self._loaded[key]
+        if valid:
+            return self.body.add(Step("load", instr.dtype, level, 0, valid, access=access, form=form, kept_form=access.form))
+        step = Step("load", instr.dtype, self._loosest(form, level), access=access, form=form, kept_form=access.form)
+        self._loaded[key] = self.body.add(step)
         return self._loaded[key]
 
     def _loosest(self, form: Form, level: int) -> int:
@@ -204,9 +212,9 @@ class BodyBuilder:
     def _coordinate(self, form: Form, level: int, kept: bool) -> Step:
         full = self._full(form, KEPT if kept else FULL)
         key = ("coord", full, level)
-        if key not in self._inputs:
-            self._inputs[key] = self.body.add(Step("coord", torch.int32, level, form=full, kept_form=form))
-        return self._inputs[key]
+        if key not in self._computed:
+            self._computed[key] = self.body.add(Step("coord", torch.int32, level, form=full, kept_form=form))
+        return self._computed[key]
 
 
 def reduced_flags(dims: tuple[int, ...], reduced: Reduced | None) -> tuple[bool, ...]:

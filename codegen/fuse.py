@@ -17,6 +17,7 @@ from codegen.group import Group, Unit, can_fuse, joint_level, merge, new_group
 from codegen.instructions import Part
 from codegen.kernel import ExternStep, KernelStep, Plan, Refusal
 from codegen.lower import lower
+from codegen.pulled import nothing_known
 from codegen.tuning import HOPPER, Tuning
 from ir_nodes.graph import Graph
 from ir_nodes.node import Node, Value
@@ -33,13 +34,13 @@ def plan(graph: Graph, order: Iterable[tuple[Node, Node]] = (), tuning: Tuning =
     ``order`` holds (earlier, later) pairs that data flow does not show: collectives, segments; ``graph.nodes`` already keeps
     them.
     """
-    units = lower_all(graph, tuning)
+    outputs = dict.fromkeys(graph.outputs())
+    units = needed_units(lower_all(graph, tuning), outputs)
     add_dependencies(graph, units, order)
     fuser = Fuser(tuning)
     for unit in units:
         fuser.place(unit)
     groups = sort_groups(fuser.groups())
-    outputs = dict.fromkeys(graph.outputs())
     home = {unit: group for group in groups for unit in group.units}
     users = users_of(units)
     steps: list[KernelStep | ExternStep] = []
@@ -65,14 +66,16 @@ def plan(graph: Graph, order: Iterable[tuple[Node, Node]] = (), tuning: Tuning =
 def lower_all(graph: Graph, tuning: Tuning = HOPPER) -> list[Unit]:
     """Every node as units, in order."""
     units: list[Unit] = []
-    scratch = 0
+    scratch, known = 0, nothing_known()
     for node in graph.nodes:
         try:
-            parts = lower(node, scratch, tuning)
+            parts = lower(node, scratch, tuning, known)
         except Unsupported as refusal:
             made = tuple(write.value for write in node.all_writes())
             units.append(Unit(len(units), node, None, str(refusal), tuple(node.inputs()), made))
+            known.remember(node, [])
             continue
+        known.remember(node, parts)
         partial = {write.value: write.base for write in node.all_writes() if write.base is not None
                    and not write.layout.covers(write.value.buffer.nbytes)}
         for part in parts:
@@ -82,13 +85,25 @@ def lower_all(graph: Graph, tuning: Tuning = HOPPER) -> list[Unit]:
     return units
 
 
+def needed_units(units: Sequence[Unit], outputs: Iterable[Value]) -> list[Unit]:
+    """Without those whose readers compute for themselves what they would have stored."""
+    needed = dict.fromkeys(outputs)
+    kept: list[Unit] = []
+    for unit in reversed(units):
+        if unit.part is None or unit.part.draws or any(value in needed for value in unit.makes):
+            needed.update(dict.fromkeys(unit.needs))
+            kept.append(unit)
+    return kept[::-1]
+
+
 def memory_of(part: Part, partial: dict[Value, Value]) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
     """What must exist before a part runs, what it reads and what it partly overwrites; and what it makes. ``partial``: what is
     partly overwritten, by what replaces it."""
     accesses = part.accesses()
     makes = [access.value for mode, access in accesses if mode == "w"]
     needs = [access.value for mode, access in accesses if mode == "r"]
-    needs += [partial[value] for value in dict.fromkeys(makes) if value in partial] if partial else []
+    whole = [access.value for mode, access in accesses if mode == "w" and access.covers] if partial else []
+    needs += [partial[value] for value in dict.fromkeys(makes) if value in partial and value not in whole] if partial else []
     if part.draws:
         makes += [write.value for write in part.node.effects]
         needs += [write.base for write in part.node.effects if write.base is not None]
@@ -109,23 +124,21 @@ def users_of(units: Sequence[Unit]) -> dict[Value, dict[Unit, None]]:
 
 def add_dependencies(graph: Graph, units: Sequence[Unit], order: Iterable[tuple[Node, Node]]) -> None:
     """Fill `Unit.before`: producers of what it needs, and whoever needs or made the values that it overwrites."""
-    producer: dict[Value, Unit] = {}
+    producers: dict[Value, dict[Unit, None]] = {}
     users: dict[Value, dict[Unit, None]] = {}
     by_node: dict[Node, list[Unit]] = {}
     overwritten = {new: old for values in graph.values for old, new in zip(values, values[1:])}  # passes leave gaps in versions
     for unit in units:
         by_node.setdefault(unit.node, []).append(unit)
         for value in unit.needs:
-            if value in producer:
-                unit.before[producer[value]] = None
+            unit.before.update(producers.get(value, {}))
             users.setdefault(value, {})[unit] = None
         for value in unit.makes:
-            producer[value] = unit
+            producers.setdefault(value, {})[unit] = None
             old = overwritten.get(value)
             if old is not None:
                 unit.before.update(users.get(old, {}))
-                if old in producer:
-                    unit.before[producer[old]] = None
+                unit.before.update(producers.get(old, {}))
         unit.before.pop(unit, None)
     for earlier, later in order:
         for unit in by_node.get(later, ()):
@@ -140,7 +153,7 @@ class Fuser:
         self._tuning = tuning
         self._group: dict[Unit, Group] = {}
         self._all: list[Group] = []
-        self._makers: dict[Value, Unit] = {}
+        self._makers: dict[Value, dict[Unit, None]] = {}
         self._readers: dict[LoadKey, Unit] = {}
 
     def groups(self) -> list[Group]:
@@ -170,14 +183,16 @@ class Fuser:
                 self.refusals.append(Refusal(maker.node, unit.node, reason))
 
     def _candidates(self, unit: Unit) -> list[Unit]:
-        """Units worth sharing a kernel with: makers of the operands, latest first, then others that load the same."""
+        """Units worth sharing a kernel with: makers of the operands, latest first, then others that load the same or make another
+        part of the same value."""
         assert unit.part is not None
         loads = [access for mode, access in unit.part.accesses() if mode == "r"]
-        makers = dict.fromkeys(self._makers[access.value] for access in loads if access.value in self._makers)
+        makers = dict.fromkeys(maker for access in loads for maker in self._makers.get(access.value, ()))
         vertical = sorted(makers, key=lambda maker: (-self._group[maker].root().level, maker.position))
         overwritten = [other for other in unit.before if other.part is not None and other not in makers]
         sharing = [self._readers[access.key] for access in loads if access.key in self._readers]
-        return [*vertical, *dict.fromkeys([*sharing, *overwritten[:2]])][:MAX_CANDIDATES]
+        beside = [other for value in unit.makes for other in self._makers.get(value, ())][-1:]
+        return [*vertical, *dict.fromkeys([*sharing, *beside, *overwritten[:2]])][:MAX_CANDIDATES]
 
     def _try(self, other: Group, group: Group) -> str | None:
         if len(other.succs) > MAX_NEIGHBOURS or len(other.preds) > MAX_NEIGHBOURS:
@@ -193,7 +208,7 @@ class Fuser:
 
     def _remember(self, unit: Unit) -> None:
         for value in unit.makes:
-            self._makers[value] = unit
+            self._makers.setdefault(value, {})[unit] = None
         for mode, access in unit.part.accesses() if unit.part else ():
             if mode == "r":
                 self._readers[access.key] = unit

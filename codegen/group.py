@@ -14,6 +14,7 @@ import torch
 
 from codegen import forms
 from codegen.forms import Form, Reduced
+from codegen.index_maps import disjoint
 from codegen.instructions import FULL, KEPT, MemAccess, Part
 from codegen.tuning import Tuning
 from ir_nodes.node import Node, Value
@@ -52,7 +53,14 @@ class Footprint:
         if same and (self.gathers or other.gathers):
             gather, writer = (self, other) if self.gathers else (other, self)
             return gather.access.value not in writer.written
-        return not same
+        return not same and not self._interleaves(other)
+
+    def _interleaves(self, other: "Footprint") -> bool:
+        """True where both share rows, but no element of them, as the parts of a concatenation do."""
+        distance, rest = divmod(other.access.byte_offset - self.access.byte_offset, self.dtype.itemsize)
+        if self.dtype is not other.dtype or rest or self.gathers or other.gathers or self.access.shift or other.access.shift:
+            return False
+        return self.form is not None and other.form is not None and disjoint(self.form, other.form, distance)
 
 
 FootKey = tuple[Form | None, torch.dtype, int, bool]

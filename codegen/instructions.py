@@ -23,6 +23,8 @@ class MemAccess:
     """``dtype`` elements of ``value`` walked by ``form`` from ``byte_offset`` on, at ``level``.
 
     ``low`` and ``high`` bound the bytes touched (high exclusive). ``index_stride`` is for gathers: elements per index.
+    ``shift``: how many elements from the buffer's memory on ``byte_offset`` lies too low, for an access through a window begins
+    where the window does, not where the form does.
     """
 
     value: Value
@@ -33,10 +35,17 @@ class MemAccess:
     low: int
     high: int
     index_stride: int = 0
+    shift: int = 0
 
     @property
     def key(self) -> tuple[object, ...]:
         return (self.value, self.form, self.dtype, self.byte_offset, self.level)
+
+    @property
+    def covers(self) -> bool:
+        """True where it walks the whole buffer in order."""
+        count = self.value.buffer.nbytes // self.dtype.itemsize
+        return self.byte_offset == 0 and self.form == (((count, 1),) if count > 1 else ()) and not self.index_stride
 
     def overlaps(self, other: "MemAccess") -> bool:
         return self.low < other.high and other.low < self.high
@@ -47,8 +56,9 @@ class Instr:
     """``kind``: "load", "store", "gather", "expr", "reduce", "coord", "scalar", "size", "seed", "offset", "random".
 
     ``text`` is an expression over {0}, {1}, ... (expr) or the combining function's name (reduce). ``dtype`` is what the
-    result is held in. ``payload`` is the kind's own datum: the form of a coord, the scalar's index, the size, the generator's
-    buffer (seed), (buffer, increment) of an offset, the `codegen.draws.Stream` of a random number.
+    result is held in. A load's argument, if it has one, says where there is something to load.
+    ``payload`` is the kind's own datum: the form of a coord, the scalar's index, the size, the generator's buffer (seed),
+    (buffer, increment) of an offset, the `codegen.draws.Stream` of a random number.
     """
 
     kind: str

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Callable
 
-from codegen import cross_entropy, draws, forms, normalisation, reductions
+from codegen import cross_entropy, draws, forms, joining, normalisation, reductions
 from codegen.expressions import Unsupported
 from codegen.foreach import PREFIX, lower_foreach
 from codegen.group import MAX_DIMS
 from codegen.instructions import KEPT, Part
 from codegen.lowering import argument_names
 from codegen.pointwise import lower_pointwise
+from codegen.pulled import Known, nothing_known
 from codegen.reductions import Lowered
 from codegen.tuning import HOPPER, Tuning
+from ir_nodes import settings
 from ir_nodes.node import Node
 
 FEW_ROWS, LONG_ROW = 16, 1 << 16
@@ -43,13 +45,21 @@ DRAWS: dict[str, Callable[[Node, Tuning], list[Part]]] = {"native_dropout": draw
 """Ops that take numbers from a generator."""
 
 
-def lower(node: Node, scratch: int, tuning: Tuning = HOPPER) -> list[Part]:
+JOINS: dict[str, Callable[[Node, Known], list[Part]]] = {
+    "cat": joining.lower_cat,
+    "stack": joining.lower_cat,
+    **dict.fromkeys(("constant_pad_nd", "slice_backward", "select_backward"), joining.lower_padding),
+}
+"""Ops that choose by index between what they read."""
+
+
+def lower(node: Node, scratch: int, tuning: Tuning = HOPPER, known: Known | None = None) -> list[Part]:
     """The node's parts. ``scratch`` numbers the next scratch value. Raises Unsupported with a readable reason."""
+    known = known or nothing_known()
     if not node.target.startswith("aten::"):
         raise Unsupported(f"{node.target} is not an ATen op")
     if not node.writes or node.effects and node.name not in DRAWS:
         raise Unsupported("it has effects beyond its results")
-    how = REDUCTIONS.get(node.name)
     if node.name in ("max", "min"):
         names = argument_names(node.target)
         if "dim" in names:
@@ -57,11 +67,23 @@ def lower(node: Node, scratch: int, tuning: Tuning = HOPPER) -> list[Part]:
     if node.name.startswith(PREFIX):
         parts = lower_foreach(node)
     else:
-        drawn = DRAWS.get(node.name)
-        parts = drawn(node, tuning) if drawn else how(node, scratch) if how else [lower_pointwise(node)]
+        parts = _lower_named(node, scratch, tuning, known)
     for part in parts:
         _check(part)
     return parts
+
+
+def _lower_named(node: Node, scratch: int, tuning: Tuning, known: Known) -> list[Part]:
+    if node.name in REDUCTIONS:
+        return REDUCTIONS[node.name](node, scratch)
+    if node.name in DRAWS:
+        return DRAWS[node.name](node, tuning)
+    if node.name in JOINS:
+        if not settings.enabled("windows"):
+            raise Unsupported("windows is switched off")
+        return JOINS[node.name](node, known)
+    part = lower_pointwise(node)
+    return [joining.over_filled(part, known) if settings.enabled("windows") else part]
 
 
 def _check(part: Part) -> None:

@@ -41,8 +41,9 @@ class ArgumentList:
     def pointer(self, access: MemAccess) -> str:
         source = self.source_of(access.value)
         count = sum(1 for _, kind, _ in self.entries if kind[0] == "*")
-        argument = Pointer(source, access.byte_offset, access.dtype)
-        return self._add(("p", id(source), access.byte_offset, access.dtype), f"p{count}",
+        byte_offset = access.byte_offset + access.shift * access.dtype.itemsize
+        argument = Pointer(source, byte_offset, access.dtype)
+        return self._add(("p", id(source), byte_offset, access.dtype), f"p{count}",
                          f"*{POINTER_TYPES[access.dtype]}", argument)
 
     def size(self, name: str, value: int) -> str:

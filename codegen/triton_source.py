@@ -205,6 +205,10 @@ class SourceWriter(IndexWriter):
         offset, mask = self._place(step)
         assert step.access is not None
         widened = ".to(tl.float32)" if step.access.dtype in HALF else ""
+        if step.access.shift:
+            offset += f" - {self.arguments.stride(step.access.shift)}"
+        if step.args:
+            mask += f" & {self._name(step.args[0])}, other=0"
         where = f"{self._pointer(step)} + {offset}, mask={mask}" if offset else self._pointer(step)
         self._line(f"{self._name(step)} = tl.load({where}){widened}")
 

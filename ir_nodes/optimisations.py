@@ -25,5 +25,6 @@ OPTIMISATIONS: dict[str, str] = {
     "autotune": "block sizes and warps are measured, once per kernel and machine, where LAZYSCHED_AUTOTUNE asks for it",
     "parallel_compile": "kernels compile in several processes",
     "cuda_graphs": "a cached step replays as a CUDA graph",
+    "windows": "concatenations, pads and gradients of slices are index arithmetic in the kernels around them",
     "fused_random": "dropout draws its random numbers inside a fused kernel",
 }

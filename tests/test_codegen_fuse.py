@@ -171,7 +171,7 @@ def test_dead_values_are_neither_computed_nor_stored() -> None:
     recording, _ = record(lambda x: [x * 3, (x + 1).relu()][1], data(6, 7))
     recording.graph.buffers[1].live = False
     made = plan(recording.graph)
-    assert all("3" not in step.kernel.source.split("def pointwise")[-1].split("tl.store")[-1] for step in kernels(made))
+    assert [[node.name for node in step.nodes] for step in kernels(made)] == [["add", "relu"]]
 
 
 def test_a_filled_tensor_is_a_number_to_its_readers() -> None:

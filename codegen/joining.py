@@ -1,0 +1,192 @@
+"""Lowers concatenation and writes into parts of filled tensors to index arithmetic. Imports torch, `ir_nodes` and codegen's
+lowering modules."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, Sequence
+
+import torch
+
+from codegen.expressions import Unsupported
+from codegen.index_maps import Window
+from codegen.instructions import Instr, MemAccess, Part
+from codegen.lowering import Lowering, arguments, fill_of
+from codegen.promotion import HALF, compute_dtype
+from codegen.pulled import Known, Puller, identity_mapper, window_mapper
+from codegen.reductions import operand_of
+from ir_nodes.layout import Layout
+from ir_nodes.node import Node, Operand
+
+Size = tuple[int, ...]
+
+MOST_SOURCES = 4
+"""More than so many tensors are copied into place one by one: every element of one kernel would ask which it belongs to."""
+
+
+def lower_cat(node: Node, known: Known) -> list[Part]:
+    """cat and stack: a choice by index where there are a few sources, else a store into its part of the result for each."""
+    args = arguments(node)
+    write = node.writes[0]
+    rank = len(write.layout.size)
+    sources = [operand_of(item) for item in args["tensors"]]
+    if node.name == "stack":
+        sources = [Operand(source.value, _unsqueezed(source.layout, args["dim"] % rank)) for source in sources]
+    sources = [source for source in sources if len(source.layout.size) == rank and source.layout.numel]
+    dim = args["dim"] % rank if rank else 0
+    if sum(source.layout.size[dim] for source in sources) != write.layout.size[dim]:
+        raise Unsupported("a concatenation of another shape than its result")
+    if len(sources) <= MOST_SOURCES:
+        try:
+            return [_chosen(node, sources, dim, known)]
+        except Unsupported:
+            pass
+    return _copied(node, sources, dim)
+
+
+def _unsqueezed(layout: Layout, dim: int) -> Layout:
+    size, stride = ((*of[:dim], one, *of[dim:]) for of, one in ((layout.size, 1), (layout.stride, 0)))
+    return replace(layout, size=size, stride=stride)
+
+
+def _copied(node: Node, sources: Sequence[Operand], dim: int) -> list[Part]:
+    write, start, parts = node.writes[0], 0, []
+    for source in sources:
+        size = source.layout.size
+        place = Layout(write.layout.dtype, size, write.layout.stride, write.layout.offset + start * write.layout.stride[dim])
+        lowering = Lowering(node, size)
+        lowering.store(write.value, place, lowering.load(source))
+        parts.append(lowering.part)
+        start += size[dim]
+    return parts
+
+
+def _chosen(node: Node, sources: Sequence[Operand], dim: int, known: Known) -> Part:
+    out = node.writes[0].layout
+    lowering = Lowering(node, out.size)
+    start, values, bounds, coordinate = 0, [], [], lowering.coord(dim)
+    for source in sources:
+        extent = source.layout.size[dim]
+        values.append(_placed(lowering, source, source.layout.size, {dim: start}, known))
+        start += extent
+        bounds.append(lowering.size(start, coordinate.dtype))
+    result = values[-1]
+    for value, bound in zip(reversed(values[:-1]), reversed(bounds[:-1])):
+        result = choose(lowering, lowering.expr("({0} < {1})", coordinate, bound, dtype=torch.bool), value, result)
+    lowering.write(0, result)
+    return lowering.part
+
+
+def lower_padding(node: Node, known: Known) -> list[Part]:
+    """constant_pad_nd, slice_backward and select_backward: the operand at its place among copies of one number."""
+    args = arguments(node)
+    out = node.writes[0].layout
+    source = operand_of(args["self"] if node.name == "constant_pad_nd" else args["grad_output"])
+    size, starts = _place_of(node, args, source.layout.size, out.size)
+    lowering = Lowering(node, out.size)
+    value = _placed(lowering, source, size, starts, known)
+    other = lowering.cast(lowering.read(args.get("value", 0), compute_dtype(out.dtype)), out.dtype)
+    valid = _inside(lowering, size, starts)
+    lowering.write(0, value if valid is None else choose(lowering, valid, value, other))
+    return [lowering.part]
+
+
+def _place_of(node: Node, args: dict[str, Any], size: Size, whole: Size) -> tuple[Size, dict[int, int]]:
+    """The operand's size in the result's rank, and where it begins in each dimension that it does not fill."""
+    if node.name == "constant_pad_nd":
+        pads = args["pad"]
+        if any(pad < 0 for pad in pads):
+            raise Unsupported("a pad that cuts off")
+        return size, {len(size) - 1 - number // 2: pads[number] for number in range(0, len(pads), 2)}
+    dim = args["dim"] % len(whole)
+    if node.name == "select_backward":
+        return (*size[:dim], 1, *size[dim:]), {dim: args["index"] % whole[dim]}
+    if args["step"] != 1:
+        raise Unsupported("a slice with a step")
+    start = args["start"] or 0
+    return size, {dim: max(start + whole[dim], 0) if start < 0 else min(start, whole[dim])}
+
+
+def _placed(lowering: Lowering, source: Operand, size: Size, starts: dict[int, int], known: Known) -> Instr:
+    """The elements of ``source``, seen with ``size``, at their places in the full space, rounded to the result's dtype."""
+    out = lowering.part.node.writes[0].layout.dtype
+    filled, layout, valid = fill_of(source), source.layout, _inside(lowering, size, starts)
+    if filled is not None:
+        return lowering.cast(lowering.cast(lowering.read(filled, compute_dtype(layout.dtype)), layout.dtype), out)
+    if valid is None:
+        return lowering.cast(lowering.load(source), out)
+    mapper, wide = identity_mapper, list(size)
+    for dim, start in starts.items():
+        window = Window(math.prod(wide[dim + 1 :]), wide[dim], lowering.shape[dim], start)
+        mapper = window_mapper(window, math.prod(wide), mapper)
+        wide[dim] = lowering.shape[dim]
+    plain = Lowering(lowering.part.node, layout.size).access(source.value, layout)
+    rounded = layout.dtype if layout.dtype in HALF else None
+    return lowering.cast(Puller(lowering, known, valid).operand(plain, compute_dtype(layout.dtype), rounded, mapper), out)
+
+
+def _inside(lowering: Lowering, size: Size, starts: dict[int, int]) -> Instr | None:
+    """True where an operand of ``size`` that begins at ``starts`` lies; None where it fills the full space."""
+    valid: Instr | None = None
+    for dim, start in starts.items():
+        if size[dim] != lowering.shape[dim]:
+            here = within(lowering, start, size[dim], lowering.shape[dim], lowering.coord(dim))
+            valid = here if valid is None else lowering.expr("({0} & {1})", valid, here, dtype=torch.bool)
+    return valid
+
+
+def within(lowering: Lowering, start: int, extent: int, whole: int, coordinate: Instr) -> Instr:
+    """True where the coordinate along a dimension of ``whole`` elements lies in the ``extent`` elements from ``start`` on."""
+    first, end = (lowering.size(place, coordinate.dtype) for place in (start, start + extent))
+    if start == 0:
+        return lowering.expr("({0} < {1})", coordinate, end, dtype=torch.bool)
+    if start + extent == whole:
+        return lowering.expr("({0} >= {1})", coordinate, first, dtype=torch.bool)
+    return lowering.expr("(({0} >= {1}) & ({0} < {2}))", coordinate, first, end, dtype=torch.bool)
+
+
+def choose(lowering: Lowering, condition: Instr, left: Instr, right: Instr) -> Instr:
+    """``left`` where the condition holds, else ``right``; both are representable in one dtype."""
+    chosen = lowering.expr("tl.where({0}, {1}, {2})", condition, left, right, dtype=left.dtype)
+    chosen.rounded = left.rounded if left.rounded is right.rounded else None
+    return chosen
+
+
+def over_filled(part: Part, known: Known) -> Part:
+    """``part``, or where it writes a run of each row of a tensor that was only filled with a number, one that writes the whole.
+
+    The fill then has no reader, and whoever reads the result finds it in registers.
+    """
+    write = part.node.writes[0]
+    stores = [instr.access for instr in part.instrs if instr.kind == "store"]
+    base = write.base
+    if len(part.node.writes) != 1 or part.reduced is not None or len(stores) != 1 or base is None or len(base.users) != 1:
+        return part
+    if base.producer is None or any(access.value is base for mode, access in part.accesses() if mode == "r"):
+        return part
+    (store,) = stores
+    filled = fill_of(Operand(base, base.producer.writes[0].layout))
+    window = _row_window(store, base.buffer.nbytes // store.dtype.itemsize) if store is not None else None
+    if filled is None or window is None or store is None or base.producer.writes[0].layout.dtype is not store.dtype:
+        return part
+    shape = (base.buffer.nbytes // store.dtype.itemsize // window.whole, window.whole)
+    lowering = Lowering(part.node, shape)
+    valid = within(lowering, window.start, window.extent, window.whole, lowering.coord(1))
+    try:
+        value = Puller(lowering, known, valid).part(part, window_mapper(window, part.numel), 0)
+    except Unsupported:
+        return part
+    other = lowering.cast(lowering.read(filled, value.dtype), store.dtype)
+    lowering.store(write.value, Layout.contiguous(store.dtype, shape), choose(lowering, valid, value, other))
+    return lowering.part
+
+
+def _row_window(store: MemAccess, numel: int) -> Window | None:
+    """The window of rows that together make the whole buffer."""
+    run, rest = (store.form[-1][0], store.form[:-1]) if store.form and store.form[-1][1] == 1 else (1, store.form)
+    if len(rest) > 1 or store.byte_offset % store.dtype.itemsize:
+        return None
+    outer, row = rest[0] if rest else (1, numel)
+    start = store.byte_offset // store.dtype.itemsize
+    return Window(1, run, row, start) if outer * row == numel and start + run <= row else None

@@ -1,0 +1,137 @@
+"""Reads operands through a window of a larger index space, computing cheap elementwise producers anew instead of loading what
+they store, so that slices, pads and concatenations take no memory of their own. Imports `ir_nodes` and codegen's leaf modules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Callable
+
+import torch
+
+from codegen.expressions import Unsupported
+from codegen.forms import Form
+from codegen.index_maps import Window, through
+from codegen.instructions import FULL, Instr, MemAccess, Part
+from codegen.lowering import Lowering
+from ir_nodes.node import Buffer, Node, Value
+
+MAX_DEPTH, MAX_EXPRESSIONS, MAX_LOADS = 3, 10, 3
+_COSTLY = ("libdevice.", "tl.exp", "tl.log", "div", "sqrt", "philox")
+
+Mapped = tuple[Form, int, int]
+"""A form over the space being lowered, its byte offset, and how many elements each address has to be moved back by."""
+Mapper = Callable[[Form, int, int], Mapped | None]
+"""From (form over a producer's space, byte offset, item size)."""
+
+
+@dataclass(slots=True)
+class Known:
+    """What has been lowered so far: the elementwise part that made a value, and the newest value of each buffer."""
+
+    parts: dict[Value, Part]
+    newest: dict[Buffer, Value]
+
+    def remember(self, node: Node, parts: list[Part]) -> None:
+        for write in node.all_writes():
+            self.newest[write.value.buffer] = write.value
+        if len(parts) == 1 and parts[0].reduced is None and len(node.writes) == 1:
+            self.parts[node.writes[0].value] = parts[0]
+
+    def still_there(self, access: MemAccess) -> bool:
+        """True where the value has not been overwritten."""
+        return self.newest.get(access.value.buffer, access.value) is access.value
+
+
+def nothing_known() -> Known:
+    return Known({}, {})
+
+
+def identity_mapper(form: Form, byte_offset: int, itemsize: int) -> Mapped | None:
+    return form, byte_offset, 0
+
+
+def window_mapper(window: Window, numel: int, before: Mapper = identity_mapper) -> Mapper:
+    """For operands that ``before`` maps to a space of ``numel`` elements, which lies in ``window``."""
+
+    def mapper(form: Form, byte_offset: int, itemsize: int) -> Mapped | None:
+        mapped = before(form, byte_offset, itemsize)
+        wide = window.widen(mapped[0], numel) if mapped is not None else None
+        if mapped is None or wide is None:
+            return None
+        return wide[0], mapped[1] - wide[1] * itemsize, mapped[2] + wide[1]
+
+    return mapper
+
+
+@dataclass(slots=True)
+class Puller:
+    """Writes into ``lowering`` what operands hold where ``valid`` (a bool instruction) is true."""
+
+    lowering: Lowering
+    known: Known
+    valid: Instr
+
+    def operand(self, access: MemAccess, dtype: torch.dtype, rounded: torch.dtype | None, mapper: Mapper,
+                depth: int = 0) -> Instr:
+        """The elements that ``access`` addresses over the mapper's space. Raises Unsupported where its dimensions do not fit."""
+        part = self.known.parts.get(access.value)
+        if part is not None and depth < MAX_DEPTH and self._is_cheap(part, access):
+            instrs = self.lowering.part.instrs
+            before = len(instrs)
+            try:
+                return self.part(part, _chained(part, access, mapper), depth + 1)
+            except Unsupported:
+                del instrs[before:]
+        mapped = mapper(access.form, access.byte_offset, access.dtype.itemsize)
+        if mapped is None:
+            raise Unsupported("its operands' dimensions do not nest")
+        form, byte_offset, shift = mapped
+        seen = replace(access, form=form, byte_offset=byte_offset, shift=shift, level=FULL)
+        return self.lowering.add(Instr("load", dtype, FULL, (self.valid,), access=seen, rounded=rounded))
+
+    def part(self, part: Part, mapper: Mapper, depth: int) -> Instr:
+        """What ``part`` stores."""
+        made: dict[int, Instr] = {}
+        for instr in part.instrs:
+            if instr.kind == "store":
+                return made[id(instr.args[0])]
+            if instr.kind == "load" and not instr.args and instr.access is not None:
+                made[id(instr)] = self.operand(instr.access, instr.dtype, instr.rounded, mapper, depth)
+            elif instr.kind in ("expr", "scalar", "size"):
+                args = tuple(made[id(arg)] for arg in instr.args)
+                level = max((arg.level for arg in args), default=instr.level)
+                made[id(instr)] = self.lowering.add(replace(instr, args=args, level=level))
+            else:
+                raise Unsupported("it computes with indices")
+        raise AssertionError("a part without a store")
+
+    def _is_cheap(self, part: Part, access: MemAccess) -> bool:
+        loads = [instr for instr in part.instrs if instr.kind == "load"]
+        texts = [instr.text for instr in part.instrs if instr.kind == "expr" and instr.args]
+        fits = len(loads) <= MAX_LOADS and len(texts) <= MAX_EXPRESSIONS
+        alone = len(access.value.users) == 1 and not access.value.buffer.live
+        plain = not any(costly in text for text in texts for costly in _COSTLY)
+        stores = [instr for instr in part.instrs if instr.kind == "store"]
+        known = all(load.access is not None and self.known.still_there(load.access) for load in loads)
+        return fits and known and (plain or alone) and len(stores) == 1 and not access.shift
+
+
+def _chained(part: Part, access: MemAccess, mapper: Mapper) -> Mapper:
+    """The mapper for operands of ``part``, whose result ``access`` reads."""
+    (store,) = (instr.access for instr in part.instrs if instr.kind == "store")
+    assert store is not None
+    itemsize = access.dtype.itemsize
+    start = (access.byte_offset - store.byte_offset) // itemsize
+    same = access.form == store.form and start == 0
+    inside = store.low <= access.low and access.high <= store.high
+    if access.dtype is not store.dtype or not same and (store.form != ((part.numel, 1),) or not inside):
+        raise Unsupported("its producer stores another layout")
+
+    def chained(form: Form, byte_offset: int, size: int) -> Mapped | None:
+        if same:
+            return mapper(form, byte_offset, size)
+        picked = through(form, access.form, start)
+        return None if picked is None else mapper(picked[0], byte_offset + picked[1] * size, size)
+
+    return chained

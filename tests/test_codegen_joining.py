@@ -1,0 +1,150 @@
+"""Concatenations, pads and gradients of slices as index arithmetic: numbers and kernel counts."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import check, externs, kernels, record
+
+from codegen.fuse import plan
+from codegen.tuning import HOPPER, Tuning
+from ir_nodes import settings
+
+LOOPED = Tuning(pointwise_block=64, transpose_side=16, tile=64, persistent=16, looped=16)
+aten = torch.ops.aten
+
+
+def data(*size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool], ids=str)
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_cat_of_two_and_three_is_one_kernel(dim: int, dtype: torch.dtype) -> None:
+    sizes = [[5, 7, 9], [5, 7, 9], [5, 7, 9]]
+    for number, one in enumerate(sizes):
+        one[dim] = 3 + 2 * number
+    tensors = [data(*size, seed=i).to(dtype) for i, size in enumerate(sizes)]
+    check(lambda x, y, z: (torch.cat([x, y], dim), torch.cat([x, y, z], dim)), *tensors)
+    check(lambda x, y, z: torch.cat([x, y, z], dim), *tensors, count=1, tuning=LOOPED)
+
+
+def test_cat_promotes_and_skips_what_is_empty() -> None:
+    check(lambda x, y: torch.cat([x, y, torch.empty(0), x[:0]]), data(4, 3, dtype=torch.bfloat16), data(2, 3), count=1)
+    check(lambda x, y: torch.cat([x, y]), torch.arange(4), data(3), count=1)
+
+
+def test_cat_of_strided_and_broadcast_sources() -> None:
+    x = data(6, 8, 10)
+    check(lambda x: torch.cat([x.transpose(0, 1)[::2], x[:, :4].permute(1, 0, 2)], 0), x, count=1)
+    check(lambda x, c: torch.cat([c.expand(6, 1, 10), x], 1), x, data(1, 1, 10, seed=1), count=1)
+    y = data(2, 4, 5, 3).contiguous(memory_format=torch.channels_last)
+    check(lambda y: torch.cat([y, y * 2], 1), y, count=1)
+    check(lambda x: torch.cat([x, torch.zeros(2, 8, 10), torch.ones(1, 8, 10)]), x, count=1)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_many_sources_are_stored_into_their_places(dim: int) -> None:
+    def program(*tensors: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor.relu() for tensor in tensors], dim)
+
+    made = check(program, *(data(4, 6, 8, seed=i) for i in range(6)), count=1)
+    assert len(kernels(made)[0].reads) == 6 and len(kernels(made)[0].writes) == 1
+    check(lambda *xs: torch.stack(xs, dim) + 1, *(data(4, 6, 8, seed=i) for i in range(6)))
+
+
+def rotary(q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    half = q.shape[-1] // 2
+    return q * cos + torch.cat((-q[..., half:], q[..., :half]), -1) * sin
+
+
+def rotary_gradient(q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    q = q.detach().requires_grad_()
+    return torch.autograd.grad(rotary(q, cos, sin), q, grad)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tuning", [HOPPER, LOOPED], ids=["hopper", "small"])
+def test_rotary_embedding_and_its_gradient_are_one_kernel_each(dtype: torch.dtype, tuning: Tuning) -> None:
+    q, grad = data(2, 9, 3, 16, dtype=dtype).transpose(1, 2), data(2, 3, 9, 16, dtype=dtype, seed=1)
+    cos, sin = data(1, 1, 9, 16, dtype=dtype, seed=2), data(1, 1, 9, 16, dtype=dtype, seed=3)
+    check(rotary, q, cos, sin, count=1, tuning=tuning)
+    check(rotary_gradient, q, cos, sin, grad, count=1, tuning=tuning)
+
+
+def test_gradients_of_a_split_projection_meet_in_one_kernel_with_the_bias_gradient() -> None:
+    def program(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+        copied = [part.transpose(1, 2).clone(memory_format=torch.contiguous_format) for part in (q, k, v)]
+        joined = torch.cat([part.view(2, 8, 12) for part in copied], 2)
+        return [joined, joined.sum((0, 1))]
+
+    check(program, *(data(2, 3, 8, 4, seed=i) for i in range(3)), count=1, rtol=1e-4, atol=1e-5)
+
+
+GRADIENTS: dict[str, Callable[..., Any]] = {
+    "slice": lambda x: aten.slice_backward(x, [4, 9, 5], 1, 2, 8, 1),
+    "slice from behind": lambda x: aten.slice_backward(x, [4, 9, 5], -2, -6, 9223372036854775807, 1),
+    "select": lambda x: aten.select_backward(x, [4, 6, 3, 5], 2, 1),
+    "select last": lambda x: aten.select_backward(x, [4, 6, 5, 7], -1, -1),
+    "pad": lambda x: aten.constant_pad_nd(x, [1, 2, 0, 3, 4, 0], 0.5),
+    "pad nothing": lambda x: aten.constant_pad_nd(x * 2, [0, 0], 0.5),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_pads_and_gradients_of_views(name: str, dtype: torch.dtype) -> None:
+    check(lambda x: GRADIENTS[name](x) * 3, data(4, 6, 5, dtype=dtype), count=1)
+    check(GRADIENTS[name], data(5, 6, 4, dtype=dtype).transpose(0, 2), count=1)
+
+
+def test_a_slice_written_over_zeros_is_one_kernel_that_stores_once() -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros(4, 9, 5)
+        out[:, 2:8] = x
+        return out * 2
+
+    made = check(program, data(4, 6, 5), count=1)
+    assert len(kernels(made)[0].writes) == 1
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        out = torch.full((4, 9, 5), 0.5)
+        out[:, 2:8] = x
+        out[:, :2] += 1
+        return out
+
+    check(twice, data(4, 6, 5))
+    check(lambda x: F.pad(x, (0, 3)).narrow(1, 2, 4).relu(), data(4, 6))
+
+
+def test_what_was_overwritten_meanwhile_is_not_computed_anew() -> None:
+    def program(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        twice = x * 2
+        x.add_(1)
+        return [torch.cat([twice[:, 3:], y], 1), x]
+
+    check(program, data(4, 7), data(4, 5, seed=1))
+
+
+def test_a_slice_of_a_smaller_write_is_loaded() -> None:
+    def program(x: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        whole = x + 1
+        whole.view(-1)[:8] = s * 0.5
+        return torch.cat([whole.view(-1)[4:16], x.view(-1)])
+
+    check(program, data(4, 6), data(1)[0])
+
+
+def test_expensive_producers_are_stored_where_others_read_them_too() -> None:
+    made = check(lambda x, y: [torch.cat([F.gelu(x), y]), F.gelu(x)], data(4, 8), data(3, 8))
+    assert sum("erf" in step.kernel.source.split("@triton.jit")[-1] for step in kernels(made)) <= 2
+    check(lambda x, y: torch.cat([F.gelu(x), y]), data(4, 8), data(3, 8), count=1)
+
+
+def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording, _ = record(lambda x: torch.cat([x, x]), data(4, 8))
+    monkeypatch.setattr(settings, "enabled", lambda name: name != "windows")
+    assert [step.reason for step in externs(plan(recording.graph))] == ["windows is switched off"]
