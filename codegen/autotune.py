@@ -10,30 +10,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Callable, Sequence
 
 import torch
 
 from codegen import bench, binaries, choices
-from codegen.bench import Bench
-from codegen.cuda_driver import DriverError, Function
+from codegen.contest import Timer, decide, on_gpu
 from codegen.kernel import KernelStep, Plan, Size, Temporary
-from codegen.loading import load_some
 from ir_nodes import settings
 
 SMALLEST = 1 << 20  # bytes that a launch moves; below, launching takes longer than running
 CANDIDATES = 6  # with the first, which the tuning gives
 BETTER = 0.97  # share of the first one's time that makes another the winner
-ROUNDS = 5
 POINTWISE = ("pointwise_lane=16", "pointwise_block=2048", "pointwise_block=512", "pointwise_block=4096,pointwise_lane=16",
              "transpose_side=32", "transpose_side=128,pointwise_lane=32")
 REDUCTION = ("lane=8,loop_lane=16", "lane=32", "tile=4096", "persistent=4096", "looped=2048", "looped=8192,loop_lane=16",
              "column_width=32", "column_width=128", "column_tile=4096", "column_stages=2")
-
-Contest = Sequence[KernelStep]
-Times = Sequence[float | None]
-Timer = Callable[[Sequence[Contest]], Sequence[Times]]
-"""Seconds of each launch of each contest, all launches of which do the same; None where it cannot run."""
 
 
 def tune(plan: Plan, machine: str, folder: Path, timer: Timer) -> Plan:
@@ -50,8 +41,9 @@ def tune(plan: Plan, machine: str, folder: Path, timer: Timer) -> Plan:
                     known[key] = str(found["choice"])
                 else:
                     contests[key] = candidates(step)
-    for (key, contest), times in zip(contests.items(), timer([list(contest.values()) for contest in contests.values()])):
-        known[key] = decide(list(contest), times)
+    asked = [[[step] for step in contest.values()] for contest in contests.values()]
+    for (key, contest), times in zip(contests.items(), timer(asked)):
+        known[key] = decide(list(contest), times, BETTER)
         told = {name: None if time is None else round(time * 1e6, 2) for name, time in zip(contest, times)}
         if any(time is not None for time in times):
             choices.remember(folder, contest[""].kernel.name, key, {"choice": known[key], "microseconds": told})
@@ -62,8 +54,12 @@ def tune(plan: Plan, machine: str, folder: Path, timer: Timer) -> Plan:
 
 
 def worth_it(step: KernelStep) -> bool:
-    moved = sum(value.nbytes if isinstance(value, Temporary) else value.buffer.nbytes for value in (*step.reads, *step.writes))
-    return step.retile is not None and moved >= SMALLEST and bench.can_time(step) and (not reduces(step) or may_reorder())
+    return step.retile is not None and moved(step) >= SMALLEST and bench.can_time(step) and (not reduces(step) or may_reorder())
+
+
+def moved(step: KernelStep) -> int:
+    """Bytes of the memory that it reads and writes."""
+    return sum(value.nbytes if isinstance(value, Temporary) else value.buffer.nbytes for value in (*step.reads, *step.writes))
 
 
 def reduces(step: KernelStep) -> bool:
@@ -78,8 +74,11 @@ def may_reorder() -> bool:
 
 def key_of(step: KernelStep, machine: str) -> tuple[object, ...]:
     """What a choice holds for: the kernel, its sizes to the next power of two, the machine and what compiles."""
-    sizes = tuple((arg.value - 1).bit_length() for arg in step.args if isinstance(arg, Size))
-    return (step.kernel, sizes, machine, binaries.toolchain(), POINTWISE, REDUCTION)
+    return (step.kernel, size_class(step), machine, binaries.toolchain(), POINTWISE, REDUCTION)
+
+
+def size_class(step: KernelStep) -> tuple[int, ...]:
+    return tuple((arg.value - 1).bit_length() for arg in step.args if isinstance(arg, Size))
 
 
 def candidates(step: KernelStep) -> dict[str, KernelStep]:
@@ -94,44 +93,9 @@ def candidates(step: KernelStep) -> dict[str, KernelStep]:
     return found
 
 
-def decide(names: Sequence[str], times: Times) -> str:
-    """The fastest, or the first where none is clearly faster."""
-    first = times[0]
-    ran = [(time, name) for time, name in zip(times, names) if time is not None]
-    if first is None or not ran:
-        return min(ran)[1] if ran else names[0]
-    best, name = min(ran)
-    return name if best < BETTER * first else names[0]
-
-
 def chosen(step: KernelStep, changes: str) -> KernelStep:
     other = step.retile(changes) if changes and step.retile is not None else None
     return step if other is None else other
-
-
-def on_gpu(folder: Path, device: int) -> Timer:
-    """A timer that launches on CUDA device ``device``; ``folder`` keeps what it compiles."""
-
-    def times(contests: Sequence[Contest]) -> list[Times]:
-        room = bench.room(device) if contests else 0
-        fits = [contest for contest in contests if len(contest) > 1 and bench.scratch_bytes(contest[0]) <= room]
-        if not fits or torch.cuda.is_current_stream_capturing():
-            return [[None] * len(contest) for contest in contests]
-        loaded = load_some([step.kernel for contest in fits for step in contest], folder, device)
-        try:
-            with Bench(device, max(bench.scratch_bytes(contest[0]) for contest in fits)) as timed:
-                done = {id(contest): _time(timed, contest, loaded) for contest in fits}
-        except DriverError:  # the memory has gone, say: what could not be measured stays as it is
-            done = {}
-        return [done.get(id(contest), [None] * len(contest)) for contest in contests]
-
-    return times
-
-
-def _time(timed: Bench, contest: Contest, loaded: dict[object, object]) -> Times:
-    ran = [(step, function) for step in contest if isinstance(function := loaded[step.kernel], Function)]
-    seconds = dict(zip((id(step) for step, _ in ran), timed.seconds(ran, ROUNDS)))
-    return [seconds.get(id(step)) for step in contest]
 
 
 def machine_name(device: int) -> str:

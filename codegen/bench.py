@@ -7,8 +7,9 @@ the L2 cache is filled with something else, as a step's other kernels do. Import
 from __future__ import annotations
 
 import ctypes
+import functools
 import statistics
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 import torch
 
@@ -46,23 +47,31 @@ class Bench:
             cuda_driver.free(address)
         self._device.__exit__(None, None, None)
 
-    def seconds(self, contestants: Sequence[tuple[KernelStep, Function]], rounds: int) -> list[float]:
-        """Median times of launches that do the same, in turn, so that clocks that drift favour none."""
+    def seconds(self, contestants: Sequence[Sequence[tuple[KernelStep, Function]]], rounds: int) -> list[float]:
+        """Median times of launches, or of launches one after the other, in turn, so that clocks that drift favour none."""
         stream = torch.cuda.current_stream()
-        ready = [(function, step.grid, arguments(step, self._scratch)) for step, function in contestants]
-        cuda_driver.fill(self._scratch, self._nbytes, stream.cuda_stream)
-        for function, grid, args in ready:
-            cuda_driver.launch(function, grid, args, stream.cuda_stream)
+        ready = [self._launches(contestant, stream.cuda_stream) for contestant in contestants]
         timed: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in ready]
         for _ in range(rounds):
-            for events, (function, grid, args) in zip(timed, ready):
+            for events, launches in zip(timed, ready):
                 cuda_driver.fill(self._evicted, self._flush, stream.cuda_stream)
                 events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
                 events[-1][0].record(stream)
-                cuda_driver.launch(function, grid, args, stream.cuda_stream)
+                for launch in launches:
+                    launch()
                 events[-1][1].record(stream)
         stream.synchronize()
         return [statistics.median(start.elapsed_time(end) for start, end in events) / 1e3 for events in timed]
+
+    def _launches(self, contestant: Sequence[tuple[KernelStep, Function]], stream: int) -> list[Callable[[], None]]:
+        """The launches, made once already."""
+        places = memory_places([step for step, _ in contestant], self._scratch)
+        cuda_driver.fill(self._scratch, self._nbytes, stream)
+        launches = [functools.partial(cuda_driver.launch, function, step.grid, arguments(step, places), stream)
+                    for step, function in contestant]
+        for launch in launches:
+            launch()
+        return launches
 
 
 def room(device: int) -> int:
@@ -70,8 +79,8 @@ def room(device: int) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) // _SHARE
 
 
-def scratch_bytes(step: KernelStep) -> int:
-    return sum(_rounded(nbytes) for nbytes in _sources(step).values())
+def scratch_bytes(steps: Sequence[KernelStep]) -> int:
+    return sum(_rounded(nbytes) for nbytes in _sources(steps).values())
 
 
 def can_time(step: KernelStep) -> bool:
@@ -79,12 +88,17 @@ def can_time(step: KernelStep) -> bool:
     return all(kind in _KINDS or kind.startswith("*") for _, kind in step.kernel.signature)
 
 
-def arguments(step: KernelStep, base: int) -> list[Any]:
-    """What the launch takes when its memory lies at ``base``, as ctypes values."""
+def memory_places(steps: Sequence[KernelStep], base: int) -> dict[object, int]:
+    """An address, from ``base`` on, for each piece of memory that the steps touch."""
     places, end = {}, base
-    for source, nbytes in _sources(step).items():
+    for source, nbytes in _sources(steps).items():
         places[source] = end
         end += _rounded(nbytes)
+    return places
+
+
+def arguments(step: KernelStep, places: dict[object, int]) -> list[Any]:
+    """What the launch takes, as ctypes values."""
     return [_argument(arg, kind, places) for arg, (_, kind) in zip(step.args, step.kernel.signature)]
 
 
@@ -99,9 +113,9 @@ def _memory(arg: Pointer) -> object:
     return arg.source if isinstance(arg.source, Temporary) else arg.source.buffer.index
 
 
-def _sources(step: KernelStep) -> dict[object, int]:
+def _sources(steps: Sequence[KernelStep]) -> dict[object, int]:
     """The bytes of each piece of memory."""
-    sources = {_memory(arg): arg.source for arg in step.args if isinstance(arg, Pointer)}
+    sources = {_memory(arg): arg.source for step in steps for arg in step.args if isinstance(arg, Pointer)}
     return {key: one.nbytes if isinstance(one, Temporary) else one.buffer.nbytes for key, one in sources.items()}
 
 

@@ -14,7 +14,8 @@ from graphs import compile_all, execute, kernels, record
 from recording import Recording
 
 from codegen import autotune, choices
-from codegen.autotune import POINTWISE, REDUCTION, candidates, decide, tune
+from codegen.autotune import POINTWISE, REDUCTION, candidates, tune
+from codegen.contest import Contest, decide
 from codegen.fuse import plan
 from codegen.kernel import KernelStep, Plan
 from codegen.tuning import HOPPER
@@ -52,7 +53,7 @@ class FakeTimer:
     def __init__(self, fastest: int, broken: Sequence[int] = ()) -> None:
         self.fastest, self.broken, self.asked = fastest, broken, 0
 
-    def __call__(self, contests: Sequence[Sequence[KernelStep]]) -> list[list[float | None]]:
+    def __call__(self, contests: Sequence[Contest]) -> list[list[float | None]]:
         self.asked += len(contests)
         return [[None if index in self.broken else 1e-6 if index == self.fastest else 2e-6 for index in range(len(contest))]
                 for contest in contests]
@@ -134,5 +135,6 @@ def test_a_sum_keeps_its_order_where_the_program_asks_for_that(tmp_path: Path) -
 
 def test_a_winner_is_clearly_faster() -> None:
     names = ["", "a", "b"]
-    assert decide(names, [1.0, 0.98, 1.5]) == "" and decide(names, [1.0, 0.9, 0.8]) == "b"
-    assert decide(names, [None, 0.9, 0.8]) == "b" and decide(names, [1.0, None, None]) == "" == decide(names, [None] * 3)
+    assert decide(names, [1.0, 0.98, 1.5], 0.97) == "" and decide(names, [1.0, 0.9, 0.8], 0.97) == "b"
+    assert decide(names, [None, 0.9, 0.8], 0.97) == "b"
+    assert decide(names, [1.0, None, None], 0.97) == "" == decide(names, [None] * 3, 0.97)
