@@ -99,7 +99,7 @@ class BodyBuilder:
         for place, writes in self._written.items():
             values = [access.value for access, _ in writes]
             access, level = writes[-1]
-            if id(access.value.buffer) in needed:
+            if id(access.value.buffer) in needed and not self._unchanged(place):
                 self._store(place, access, level)
                 values.pop()
             self.body.elided += values
@@ -187,6 +187,11 @@ class BodyBuilder:
         self._current[place] = value
         self._written.setdefault(place, []).append((access, level))
         return value
+
+    def _unchanged(self, place: PlaceKey) -> bool:
+        """Whether the group leaves there what it found."""
+        value = self._current[place]
+        return value.stage == "load" and value.access is not None and self._place(value.access, value.form) == place
 
     def _store(self, place: PlaceKey, access: MemAccess, level: int) -> None:
         value = self._current[place]

@@ -11,6 +11,7 @@ from codegen.expressions import ROWS, Unsupported
 from codegen.instructions import Part
 from codegen.lowering import arguments
 from codegen.pointwise import base_name, lower_row
+from codegen.reductions import lower_norm_of
 from ir_nodes.node import Node
 
 PREFIX = "_foreach_"
@@ -19,14 +20,23 @@ _RENAMED = {"tensors1": "end", "weights": "weight"}
 
 
 def lower_foreach(node: Node) -> list[Part]:
-    """One part per element of the list. Raises Unsupported where the table has no row for the op."""
+    """One part per element of the list that is not empty. Raises Unsupported where the table has no row for the op."""
     name = base_name(node).removeprefix(PREFIX)
+    if name == "norm":
+        return _norms(node)
     row = ROWS.get(name)
     if row is None:
         raise Unsupported(f"no kernel for {node.target}")
-    _refuse_aliases(node)
+    refuse_aliases(node)
     lists = arguments(node)
-    return [lower_row(node, row, _element(name, lists, index), index) for index in range(len(node.writes))]
+    return [lower_row(node, row, _element(name, lists, index), index) for index, write in enumerate(node.writes)
+            if all(write.layout.size)]
+
+
+def _norms(node: Node) -> list[Part]:
+    args = arguments(node)
+    order = args.get("ord", 2)
+    return [lower_norm_of(node, source, order, None, index) for index, source in enumerate(args["self"])]
 
 
 def _element(name: str, lists: dict[str, Any], index: int) -> dict[str, Any]:
@@ -43,7 +53,8 @@ def _element(name: str, lists: dict[str, Any], index: int) -> dict[str, Any]:
     return out
 
 
-def _refuse_aliases(node: Node) -> None:
+def refuse_aliases(node: Node) -> None:
+    """Raises Unsupported where an element's result could lie in what another element reads or writes."""
     written = [write.value.buffer for write in node.writes]
     read = {operand.value.buffer for operand in node.reads}
     if len(set(written)) != len(written) or any(buffer in read for buffer in written):

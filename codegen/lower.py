@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Callable
 
-from codegen import cross_entropy, draws, forms, joining, normalisation, reductions
+from codegen import cross_entropy, draws, forms, joining, normalisation, optimizers, reductions
 from codegen.expressions import Unsupported
 from codegen.foreach import PREFIX, lower_foreach
 from codegen.group import MAX_DIMS
@@ -41,6 +41,12 @@ REDUCTIONS: dict[str, Lowered] = {
 """Keyed by `ir_nodes.node.Node.name`."""
 
 
+OPTIMIZERS: dict[str, Callable[[Node], list[Part]]] = {
+    "_fused_adam_": optimizers.lower_adam, "_fused_adamw_": optimizers.lower_adam, "_fused_sgd_": optimizers.lower_sgd,
+}
+"""Ops that update a list of parameters."""
+
+
 DRAWS: dict[str, Callable[[Node, Tuning], list[Part]]] = {"native_dropout": draws.lower_dropout}
 """Ops that take numbers from a generator."""
 
@@ -64,7 +70,9 @@ def lower(node: Node, scratch: int, tuning: Tuning = HOPPER, known: Known | None
         names = argument_names(node.target)
         if "dim" in names:
             raise Unsupported(f"no kernel for {node.target}")
-    if node.name.startswith(PREFIX):
+    if node.name in OPTIMIZERS:
+        parts = OPTIMIZERS[node.name](node)
+    elif node.name.startswith(PREFIX):
         parts = lower_foreach(node)
     else:
         parts = _lower_named(node, scratch, tuning, known)

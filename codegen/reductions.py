@@ -133,11 +133,15 @@ def lower_truth(how: str) -> Lowered:
 def lower_norm(node: Node, scratch: int) -> list[Part]:
     """linalg_vector_norm for the orders 1, 2 and infinity."""
     args, source = _single(node)
-    order = args.get("ord", 2)
+    return [lower_norm_of(node, source, args.get("ord", 2), args.get("dim"), 0)]
+
+
+def lower_norm_of(node: Node, source: Operand, order: Any, dim: Sequence[int] | int | None, index: int) -> Part:
+    """``node.writes[index]`` as the norm of ``source`` over ``dim`` (None: all)."""
     if order not in (1, 2, math.inf):
         raise Unsupported(f"norm of order {order}")
-    lowering, dims = reduction(node, source, args.get("dim"))
-    held = compute_dtype(node.writes[0].layout.dtype)
+    lowering, dims = reduction(node, source, dim)
+    held = compute_dtype(node.writes[index].layout.dtype)
     value = lowering.cast(lowering.load(source), held)
     if not held.is_floating_point:
         raise Unsupported(f"norm of {held}")
@@ -145,5 +149,5 @@ def lower_norm(node: Node, scratch: int) -> list[Part]:
     total = lowering.reduce("max" if order == math.inf else "add", lowering.expr(text, value, dtype=held))
     if order == 2:
         total = lowering.expr("tl.sqrt_rn({0})" if held is torch.float32 else "tl.sqrt({0})", total, dtype=held)
-    write_kept(lowering, 0, total, dims)
-    return [lowering.part]
+    write_kept(lowering, index, total, dims)
+    return lowering.part

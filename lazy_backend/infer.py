@@ -30,6 +30,8 @@ _CHECKED_BY_RUNNING = frozenset(
     "_linalg_eigh _linalg_solve_ex linalg_qr linalg_lu linalg_lu_factor_ex linalg_inv_ex linalg_cholesky_ex gelu hardsigmoid "
     "hardswish amax amin max min".split()
 )
+# They have no Meta kernel, need none as they give nothing new, and are checked by running.
+_UPDATES = frozenset(["_fused_sgd_"])
 # Their kernels for the CPU give `out` other strides than they found; that of `svd` gives other strides on CUDA than Meta says.
 _RESTRIDES = ("replication_pad", "reflection_pad", "_linalg_svd", "linalg_l", "linalg_eig", "_linalg_eigh", "linalg_qr", "ormqr",
               "linalg_householder", "triangular_solve", "lu_solve", "cholesky_inverse", "_fft_")  # fmt: skip
@@ -74,7 +76,7 @@ def doubts(target: str) -> Doubts:
     layouts = not pointwise and (base.startswith(_RESTRIDES) or (makes and not shares_meta(target)))
     if base.startswith(schema.RETURN_SIZES):  # attention's backward on CUDA reads its seed in host memory, where zeros are not
         layouts = False
-    dtypes = pointwise or base in _CHECKED_BY_RUNNING or base.startswith("_foreach_")
+    dtypes = pointwise or base in (*_CHECKED_BY_RUNNING, *_UPDATES) or base.startswith("_foreach_")
     return Doubts(dtypes, layouts, pointwise, pointwise and not shares_meta(target))
 
 
@@ -106,7 +108,7 @@ def layouts(target: str, args: Arguments, metas: Arguments, device: torch.device
     """Stand-ins for the arguments after the call, and for its returns. Raises Refusal."""
     doubt = doubts(target)
     try:
-        given, returns = metas, call(target, metas)
+        given, returns = metas, [] if ops.split(target)[1] in _UPDATES else call(target, metas)
     except NotImplementedError:
         raise Refusal(MISSING) from None
     except Exception:

@@ -1,0 +1,157 @@
+"""Lowers ops that update all of an optimizer's parameters at once, parameter by parameter. Imports torch, `ir_nodes` and
+codegen's leaf modules.
+
+The numbers are those of CUDA's fused kernels: everything is computed in float32 (float64 for float64) and rounded once, when it
+is stored. A step that found an infinity stores what was there before.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+
+from codegen.expressions import Unsupported, function
+from codegen.foreach import refuse_aliases
+from codegen.instructions import Instr, Part
+from codegen.lowering import Lowering, arguments
+from codegen.promotion import COMPUTABLE
+from ir_nodes.node import Node, Operand
+
+
+def lower_adam(node: Node) -> list[Part]:
+    """`_fused_adam_` and `_fused_adamw_`: a part per parameter that has elements."""
+    return _lower(node, _adam)
+
+
+def lower_sgd(node: Node) -> list[Part]:
+    """`_fused_sgd_`: a part per parameter that has elements."""
+    return _lower(node, _sgd)
+
+
+def _lower(node: Node, update: Callable[["Update"], None]) -> list[Part]:
+    refuse_aliases(node)
+    args = arguments(node)
+    parts = []
+    for index, parameter in enumerate(args["self"]):
+        if all(parameter.layout.size):
+            one = Update(node, args, index)
+            update(one)
+            parts.append(one.lowering.part)
+    return parts
+
+
+class Update:
+    """The update of parameter ``index``: its arguments, and what may be computed from them in the optimizer's dtype."""
+
+    def __init__(self, node: Node, args: dict[str, Any], index: int) -> None:
+        self._args, self._index = args, index
+        parameter = args["self"][index]
+        if parameter.layout.dtype not in COMPUTABLE or not parameter.layout.dtype.is_floating_point:
+            raise Unsupported(f"an optimizer of {str(parameter.layout.dtype).removeprefix('torch.')}")
+        self.dtype = torch.float64 if parameter.layout.dtype is torch.float64 else torch.float32
+        self.lowering = Lowering(node, parameter.layout.size)
+        self._positions = _positions(args, len(args["self"]))
+        self._skip = self._found_inf()
+
+    def flag(self, name: str) -> bool:
+        return bool(self._args[name])
+
+    def number(self, name: str) -> Instr:
+        """An argument that all parameters share."""
+        return self.lowering.read(self._args[name], self.dtype)
+
+    def has(self, name: str) -> bool:
+        """Whether the list of that name was given."""
+        return bool(self._args[name])
+
+    def load(self, name: str) -> Instr:
+        """This parameter's tensor of a list, as it is stored."""
+        operand = self._args[name][self._index]
+        if not isinstance(operand, Operand):
+            raise Unsupported(f"{name} without old contents")
+        like = self._args["self"][self._index].layout
+        if operand.layout.size and (operand.layout.size, operand.layout.stride) != (like.size, like.stride):
+            raise Unsupported("a parameter whose gradient or state lies otherwise in memory")
+        return self.lowering.load(operand)
+
+    def value(self, name: str) -> Instr:
+        return self.lowering.cast(self.load(name), self.dtype)
+
+    def compute(self, text: str, *args: Instr) -> Instr:
+        """``text`` over {0}, {1}, ...; "@name" is a function of the optimizer's dtype."""
+        for name in ("div", "sqrt", "pow"):
+            text = text.replace(f"@{name}", function(name, self.dtype, False))
+        return self.lowering.expr(text, *args, dtype=self.dtype)
+
+    def store(self, name: str, value: Instr) -> None:
+        """Make ``value`` this parameter's tensor of a list, unless the step is to be skipped."""
+        if self._skip is not None:
+            value = self.compute("tl.where({0} == 1, {1}, {2})", self._skip, self.value(name), value)
+        self.lowering.write(self._positions[name] + self._index, value)
+
+    def gradient(self) -> Instr:
+        """The gradient, divided by GradScaler's scale, which is stored then; negated where the objective is maximised."""
+        gradient = self.value("grads")
+        if self._args.get("grad_scale") is None:
+            self.lowering.write(self._positions["grads"] + self._index, self.load("grads"))  # unchanged, so nothing is stored
+        else:
+            gradient = self.compute("@div({0}, {1})", gradient, self.number("grad_scale"))
+            self.store("grads", gradient)
+        return self.compute("-{0}", gradient) if self.flag("maximize") else gradient
+
+    def _found_inf(self) -> Instr | None:
+        return None if self._args.get("found_inf") is None else self.number("found_inf")
+
+
+def _positions(args: dict[str, Any], count: int) -> dict[str, int]:
+    """Where each written list begins among the node's writes."""
+    names = ("self", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "momentum_buffer_list")
+    written = [name for name in names if args.get(name)]
+    return {name: count * position for position, name in enumerate(written)}
+
+
+def _decayed(one: Update, gradient: Instr, parameter: Instr) -> Instr:
+    return one.compute("tl.where({0} != 0, {1} + {2} * {0}, {1})", one.number("weight_decay"), gradient, parameter)
+
+
+def _adam(one: Update) -> None:
+    decoupled = one.lowering.part.node.name.startswith("_fused_adamw")
+    gradient, parameter = one.gradient(), one.value("self")
+    rate, first, second = (one.number(name) for name in ("lr", "beta1", "beta2"))
+    if decoupled:
+        shrink = one.compute("{0} * {1}", rate, one.number("weight_decay"))
+        parameter = one.compute("tl.where({0} != 0, {1} - {0} * {1}, {1})", shrink, parameter)
+    else:
+        gradient = _decayed(one, gradient, parameter)
+    blend = "tl.fma({0}, {1}, tl.fma(-{0}, {2}, {2}))"
+    mean = one.compute(blend, first, one.value("exp_avgs"), gradient)
+    square = one.compute(blend, second, one.value("exp_avg_sqs"), one.compute("{0} * {0}", gradient))
+    largest = square
+    if one.flag("amsgrad"):
+        largest = one.compute("tl.where({0} < {1}, {1}, {0})", one.value("max_exp_avg_sqs"), square)
+    step = one.value("state_steps")
+    correction = one.compute("1.0 - @pow({0}, {1})", first, step)
+    root = one.compute("@sqrt(1.0 - @pow({0}, {1}))", second, step)
+    divisor = one.compute("@div(@sqrt({0}), {1}) + {2}", largest, root, one.number("eps"))
+    size = one.compute("@div({0}, {1})", rate, correction)
+    parameter = one.compute("{0} - @div({1} * {2}, {3})", parameter, size, mean, divisor)
+    one.store("self", parameter)
+    one.store("exp_avgs", mean)
+    one.store("exp_avg_sqs", square)
+    if one.flag("amsgrad"):
+        one.store("max_exp_avg_sqs", largest)
+
+
+def _sgd(one: Update) -> None:
+    parameter = one.value("self")
+    gradient = _decayed(one, one.gradient(), parameter)
+    if one.has("momentum_buffer_list"):
+        momentum = one.number("momentum")
+        moment = gradient
+        if not one.flag("is_first_step"):
+            damped = one.compute("(1.0 - {0}) * {1}", one.number("dampening"), gradient)
+            moment = one.compute("{0} * {1} + {2}", momentum, one.value("momentum_buffer_list"), damped)
+        one.store("momentum_buffer_list", moment)
+        gradient = one.compute("{0} + {1} * {2}", gradient, momentum, moment) if one.flag("nesterov") else moment
+    one.store("self", one.compute("{0} - {1} * {2}", parameter, one.number("lr"), gradient))
