@@ -8,7 +8,8 @@ which is a local test and excludes cycles.
 from __future__ import annotations
 
 import heapq
-from typing import Iterable, Sequence
+from types import MappingProxyType
+from typing import Iterable, Mapping, Sequence
 
 from codegen.body import Scratch
 from codegen.emit import emit_group
@@ -26,21 +27,32 @@ MAX_CANDIDATES = 6
 MAX_NEIGHBOURS = 256
 
 LoadKey = tuple[object, ...]
+Sides = Mapping[int, tuple[int, int]]
+"""For units by position (what, side): two of one ``what`` on different sides do not share a kernel."""
 
 
-def plan(graph: Graph, order: Iterable[tuple[Node, Node]] = (), tuning: Tuning = HOPPER) -> Plan:
+def plan(graph: Graph, order: Iterable[tuple[Node, Node]] = (), tuning: Tuning = HOPPER, sides: Sides = MappingProxyType({})
+         ) -> Plan:
     """Kernels and extern calls for ``graph``, in an order that keeps data flow, overwrites and the extra edges ``order``.
 
     ``order`` holds (earlier, later) pairs that data flow does not show: collectives, segments; ``graph.nodes`` already keeps
     them.
     """
-    outputs = dict.fromkeys(graph.outputs())
-    units = needed_units(lower_all(graph, tuning), outputs)
+    return plan_units(units_of(graph, order, tuning), graph.outputs(), tuning, sides)
+
+
+def units_of(graph: Graph, order: Iterable[tuple[Node, Node]], tuning: Tuning) -> list[Unit]:
+    """Every node that is needed as units, which know what they wait for."""
+    units = needed_units(lower_all(graph, tuning), dict.fromkeys(graph.outputs()))
     add_dependencies(graph, units, order)
-    fuser = Fuser(tuning)
-    for unit in units:
-        fuser.place(unit)
+    return units
+
+
+def plan_units(units: Sequence[Unit], wanted: Iterable[Value], tuning: Tuning, sides: Sides) -> Plan:
+    """Kernels and extern calls for ``units``, which leave the values ``wanted`` in memory."""
+    fuser = fused(units, tuning, sides)
     groups = sort_groups(fuser.groups())
+    outputs = dict.fromkeys(wanted)
     home = {unit: group for group in groups for unit in group.units}
     users = users_of(units)
     steps: list[KernelStep | ExternStep] = []
@@ -145,12 +157,20 @@ def add_dependencies(graph: Graph, units: Sequence[Unit], order: Iterable[tuple[
             unit.before.update(dict.fromkeys(by_node.get(earlier, ())))
 
 
+def fused(units: Iterable[Unit], tuning: Tuning, sides: Sides) -> Fuser:
+    """All units placed."""
+    fuser = Fuser(tuning, sides)
+    for unit in units:
+        fuser.place(unit)
+    return fuser
+
+
 class Fuser:
     """Places units into groups one by one."""
 
-    def __init__(self, tuning: Tuning) -> None:
+    def __init__(self, tuning: Tuning, sides: Sides) -> None:
         self.refusals: list[Refusal] = []
-        self._tuning = tuning
+        self._tuning, self._sides = tuning, sides
         self._group: dict[Unit, Group] = {}
         self._all: list[Group] = []
         self._makers: dict[Value, dict[Unit, None]] = {}
@@ -197,6 +217,8 @@ class Fuser:
     def _try(self, other: Group, group: Group) -> str | None:
         if len(other.succs) > MAX_NEIGHBOURS or len(other.preds) > MAX_NEIGHBOURS:
             return "too many kernels depend on it"
+        if self._sides and self._apart(other, group):
+            return "measured, they are faster apart"
         joint = can_fuse(other, group)
         if isinstance(joint, str):
             return joint
@@ -205,6 +227,10 @@ class Fuser:
             return "what lies between them has to run between them"
         merge(other, group, joint, level)
         return None
+
+    def _apart(self, other: Group, group: Group) -> bool:
+        found = dict.fromkeys(self._sides[unit.position] for unit in (*other.units, *group.units) if unit.position in self._sides)
+        return len(found) > len({what for what, _ in found})
 
     def _remember(self, unit: Unit) -> None:
         for value in unit.makes:

@@ -9,6 +9,7 @@ from typing import Any, Sequence
 import torch
 
 from codegen.autotune import tuned
+from codegen.benchmark_fusion import measured_sides
 from codegen.combo import combine
 from codegen.compile_pool import warm_up
 from codegen.cuda_driver import Function
@@ -39,7 +40,9 @@ def triton(graph: Graph, context: Context) -> tuple[list[Emit], list[int]]:
     """
     if context.cuda and settings.enabled("parallel_compile"):
         warm_up(context.kernel_dir)
-    planned = combine(plan(graph, tuning=tuning_of(context)))
+    tuning = tuning_of(context)
+    sides = measured_sides(graph, tuning, context.kernel_dir, context.device) if context.cuda else {}
+    planned = combine(plan(graph, tuning=tuning, sides=sides))
     if context.cuda:
         planned = tuned(planned, context.kernel_dir, context.device)
     kernels = list(dict.fromkeys(step.kernel for step in planned.steps if isinstance(step, KernelStep)))

@@ -38,6 +38,7 @@ class Settings:
     debug: frozenset[str]
     disable: frozenset[str]
     autotune: bool
+    benchmark_fusion: bool
     verify: bool
     frames: bool
     schedule: Path | None
@@ -144,6 +145,8 @@ _ROWS = (
          "optimisations to do without; `ir_nodes/optimisations.py` says what each does", changes_code=True),
     _row("autotune", _BOOL, "0", _bool,
          "on a GPU, measures large kernels in several block sizes when they are new to the machine", changes_code=True),
+    _row("benchmark_fusion", _BOOL, "0", _bool,
+         "on a GPU, measures whether reductions are faster with or without the work before and after them", changes_code=True),
     _row("verify", _BOOL, "0", _bool, "checks the IR after each pass"),
     _row("frames", _BOOL, "1", _bool, "notes the user's source line for each op"),
     _row("schedule", "a path to a JSON file", "", _optional_path, "segments, hooks and a schedule for an unchanged program"),
