@@ -145,10 +145,11 @@ class IndexWriter:
     def _place(self, step: Step) -> tuple[str, str]:
         """(offset, mask) texts of a load or store; empty where it touches one element."""
         terms = self._terms(step)
-        if step.stage in ("store", "gather"):
+        scattered = step.access is not None and step.access.scattered
+        if step.stage in ("store", "gather") and not scattered:
             for number in self._store_axes(step):
                 terms.setdefault(number, [] if terms else [f"i{number} * 0"])
-        elif step.args:  # the block of a load's condition may be wider than the operand's own
+        elif step.args:  # the block of a condition or an index may be wider than the operand's own
             kept = step.level == KEPT and self.tile.reduced_axis is not None
             for number in ((self._kept_axis(),) if kept else (0, 1)):
                 if self.tile.axes[number] is not None:

@@ -3,16 +3,16 @@ outside needs is written to memory. Imports codegen's leaf modules and `ir_nodes
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
 from codegen import forms
 from codegen.forms import Form, Reduced
 from codegen.group import Group, Unit
-from codegen.instructions import FULL, KEPT, UNIFORM, Instr, MemAccess, scratch_value
+from codegen.instructions import FULL, KEPT, UNIFORM, Instr, MemAccess
 from codegen.kernel import Temporary
-from ir_nodes.node import Node, Value
+from ir_nodes.node import Buffer, Value
 
 PlaceKey = tuple[int, Form, torch.dtype, int]
 
@@ -22,7 +22,8 @@ class Step:
     """An instruction of a body. ``form`` is the address pattern over the full space (loads, stores, gathers, coords).
 
     ``phase`` counts the reductions that must be complete before it. ``stage``: "load", "store", "gather", "expr",
-    "reduce", "coord", "scalar", "size", "seed", "offset", "random" as for `codegen.instructions.Instr`.
+    "take", "reduce", "coord", "scalar", "size", "seed", "offset", "random" as for `codegen.instructions.Instr`. A put is a store
+    with indices behind its value.
     """
 
     stage: str
@@ -86,6 +87,7 @@ class BodyBuilder:
         self._current: dict[PlaceKey, Step] = {}  # what the group wrote to a place
         self._loaded: dict[tuple[PlaceKey, int], Step] = {}
         self._written: dict[PlaceKey, list[tuple[MemAccess, int]]] = {}
+        self._puts: list[Step] = []
         self._computed: dict[tuple[object, ...], Step] = {}  # inputs, indices and expressions
 
     def build(self, outside: set[Value]) -> Body:
@@ -103,6 +105,10 @@ class BodyBuilder:
                 self._store(place, access, level)
                 values.pop()
             self.body.elided += values
+        for put in self._puts:
+            if put.access is not None and id(put.access.value.buffer) in needed:
+                self.body.add(put)
+                self.body.stored.append(put.access.value)
         self.body.drop_unused()
         return self.body
 
@@ -125,6 +131,8 @@ class BodyBuilder:
             return self._write(instr, args[0], level)
         if instr.kind == "gather":
             return self._gather(instr, args[0])
+        if instr.kind in ("take", "put"):
+            return self._scattered(instr, args, level)
         if instr.kind == "coord":
             return self._coordinate(instr.payload, level, unit in self.group.kept_units)  # type: ignore[arg-type]
         if instr.kind == "random":
@@ -191,7 +199,19 @@ class BodyBuilder:
     def _unchanged(self, place: PlaceKey) -> bool:
         """Whether the group leaves there what it found."""
         value = self._current[place]
-        return value.stage == "load" and value.access is not None and self._place(value.access, value.form) == place
+        plain = value.stage == "load" and not value.args  # a condition loads zeros elsewhere
+        return plain and value.access is not None and self._place(value.access, value.form) == place
+
+    def _scattered(self, instr: Instr, args: tuple[Step, ...], level: int) -> Step:
+        access = instr.access
+        assert access is not None
+        stage = "store" if instr.kind == "put" else "take"
+        step = Step(stage, instr.dtype, level, 0, args, instr.text, access, self._full(access.form, level), access.form,
+                    instr.payload)
+        if stage == "take":
+            return self.body.add(step)
+        self._puts.append(step)
+        return step
 
     def _store(self, place: PlaceKey, access: MemAccess, level: int) -> None:
         value = self._current[place]
@@ -232,53 +252,13 @@ def reduced_flags(dims: tuple[int, ...], reduced: Reduced | None) -> tuple[bool,
 
 
 class Scratch:
-    """The plan's scratch memory: one temporary per scratch value."""
+    """The plan's scratch memory: one temporary per scratch buffer."""
 
     def __init__(self) -> None:
-        self._made: dict[Value, Temporary] = {}
+        self._made: dict[Buffer, Temporary] = {}
 
     def of(self, value: Value) -> Temporary:
-        return self._made.setdefault(value, Temporary(len(self._made), value.buffer.nbytes))
+        return self._made.setdefault(value.buffer, Temporary(len(self._made), value.buffer.nbytes))
 
     def all(self) -> tuple[Temporary, ...]:
         return tuple(self._made.values())
-
-
-def split_body(body: Body, shares: int, node: Node) -> tuple[Body, Body]:
-    """The kernels of a reduction split into ``shares``: partial results into scratch memory, then their combination.
-
-    Scratch holds (shares, kept) accumulators per reduction, row-major.
-    """
-    first = Body(body.numel, body.reduced, column=body.column, elided=body.elided)
-    second = Body(shares * body.kept, ((body.kept, shares * body.kept),) if shares > 1 else (), column=True)
-    moved: dict[int, Step] = {}
-    for step in body.steps:
-        if step.level == FULL or step.stage != "store" and step.phase == 0:
-            first.steps.append(step)
-        if step.stage == "reduce":
-            moved[id(step)] = _partial(first, second, step, shares, node)
-        elif step.level != FULL:
-            args = tuple(moved[id(arg)] for arg in step.args)
-            form = forms.collapse((shares, *(n for n, _ in step.kept_form)), (0, *(s for _, s in step.kept_form)))
-            moved[id(step)] = replace(step, args=args, form=form)
-            second.steps.append(moved[id(step)])
-    for half in (first, second):
-        half.drop_unused(draws=half is first)
-        half.stored = [step.access.value for step in half.steps if step.stage == "store" and step.access is not None]
-    return first, second
-
-
-def _partial(first: Body, second: Body, step: Step, shares: int, node: Node) -> Step:
-    kept = first.kept
-    value = scratch_value(0, shares * kept * step.dtype.itemsize, node)
-    row = forms.collapse((kept,), (1,))
-    full = forms.embed(row, first.reduced or (), first.numel)
-    assert full is not None
-    access = MemAccess(value, row, step.dtype, 0, KEPT, 0, value.buffer.nbytes)
-    first.steps.append(step)
-    first.steps.append(Step("store", step.dtype, KEPT, 1, (step,), access=access, form=full, partial=True))
-    whole = forms.collapse((shares, kept), (kept, 1))
-    loaded = Step("load", step.dtype, FULL, access=replace(access, form=whole, level=FULL), form=whole)
-    total = Step("reduce", step.dtype, KEPT, 1, (loaded,), step.text)
-    second.steps += [loaded, total]
-    return total

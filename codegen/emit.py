@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from codegen.body import Body, BodyBuilder, Scratch, split_body
+from codegen.body import Body, BodyBuilder, Scratch
 from codegen.group import Group
 from codegen.kernel import Kernel, KernelStep, Temporary
 from codegen.online import merge_passes
 from codegen.source_args import ArgumentList
+from codegen.split import split_body
 from codegen.tile import Tile, lay_out
 from codegen.triton_source import SourceWriter
 from codegen.tuning import Tuning
@@ -74,7 +75,7 @@ def _launch(body: Body, tile: Tile, nodes: tuple[Node, ...], scratch: Scratch) -
     signature = tuple((argument, kind) for argument, kind, _ in arguments.entries)
     blocks = tuple((f"B{i}", axis.block if axis else 1) for i, axis in enumerate(tile.axes[:2]))
     kernel = Kernel(name, source, signature, blocks, arguments.divisible(), tile.num_warps)
-    loads = [step.access.value for step in body.steps if step.stage in ("load", "gather") and step.access]
+    loads = [step.access.value for step in body.steps if step.stage in ("load", "gather", "take") and step.access]
     stores = [step.access.value for step in body.steps if step.stage == "store" and step.access]
     return KernelStep(kernel, (_programs(tile), 1, 1), tuple(entry[2] for entry in arguments.entries), nodes,
                       tuple(body.elided), _sources(arguments, loads), _sources(arguments, stores),

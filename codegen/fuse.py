@@ -113,7 +113,7 @@ def memory_of(part: Part, partial: dict[Value, Value]) -> tuple[tuple[Value, ...
     partly overwritten, by what replaces it."""
     accesses = part.accesses()
     makes = [access.value for mode, access in accesses if mode == "w"]
-    needs = [access.value for mode, access in accesses if mode == "r"]
+    needs = [*part.after, *(access.value for mode, access in accesses if mode == "r")]
     whole = [access.value for mode, access in accesses if mode == "w" and access.covers] if partial else []
     needs += [partial[value] for value in dict.fromkeys(makes) if value in partial and value not in whole] if partial else []
     if part.draws:

@@ -49,7 +49,8 @@ class Footprint:
         """True where two programs could touch one byte, one of them writing."""
         if not (self.written or other.written) or not self.access.overlaps(other.access):
             return False
-        same = self.form == other.form and self.dtype is other.dtype and self.access.byte_offset == other.access.byte_offset
+        regular = not (self.access.scattered or other.access.scattered) and self.dtype is other.dtype
+        same = regular and self.form == other.form and self.access.byte_offset == other.access.byte_offset
         if same and (self.gathers or other.gathers):
             gather, writer = (self, other) if self.gathers else (other, self)
             return gather.access.value not in writer.written
@@ -63,7 +64,7 @@ class Footprint:
         return self.form is not None and other.form is not None and disjoint(self.form, other.form, distance)
 
 
-FootKey = tuple[Form | None, torch.dtype, int, bool]
+FootKey = tuple[Form | None, torch.dtype, int, int]
 Touched = dict[int, dict[FootKey, Footprint]]
 
 
@@ -130,8 +131,8 @@ def absorb(group: Group, units: list[Unit], kept_units: dict[Unit, None]) -> Non
             level = KEPT if unit in kept_units else access.level
             form = full_form(access.form, level, group)
             group.cuts = forms.merge_cuts(group.cuts, forms.cuts(form or ())) or group.cuts
-            gathers = access.index_stride != 0
-            key = (form, access.dtype, access.byte_offset, gathers)
+            gathers = access.index_stride != 0 or access.scattered
+            key = (form, access.dtype, access.byte_offset, gathers + access.scattered)
             per_buffer = group.touched.setdefault(id(access.value.buffer), {})
             foot = per_buffer.setdefault(key, Footprint(form, access.dtype, access, gathers))
             if mode == "w":

@@ -24,7 +24,7 @@ class MemAccess:
 
     ``low`` and ``high`` bound the bytes touched (high exclusive). ``index_stride`` is for gathers: elements per index.
     ``shift``: how many elements from the buffer's memory on ``byte_offset`` lies too low, for an access through a window begins
-    where the window does, not where the form does.
+    where the window does, not where the form does. ``scattered``: index tensors add to the addresses.
     """
 
     value: Value
@@ -36,6 +36,7 @@ class MemAccess:
     high: int
     index_stride: int = 0
     shift: int = 0
+    scattered: bool = False
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -53,12 +54,14 @@ class MemAccess:
 
 @dataclass(slots=True, eq=False)
 class Instr:
-    """``kind``: "load", "store", "gather", "expr", "reduce", "coord", "scalar", "size", "seed", "offset", "random".
+    """``kind``: "load", "store", "gather", "take", "put", "expr", "reduce", "coord", "scalar", "size", "seed", "offset" or
+    "random".
 
     ``text`` is an expression over {0}, {1}, ... (expr) or the combining function's name (reduce). ``dtype`` is what the
     result is held in. A load's argument, if it has one, says where there is something to load.
     ``payload`` is the kind's own datum: the form of a coord, the scalar's index, the size, the generator's buffer (seed),
-    (buffer, increment) of an offset, the `codegen.draws.Stream` of a random number.
+    (buffer, increment) of an offset, the `codegen.draws.Stream` of a random number, (stride, extent) of each index that a take's
+    or put's addresses depend on: the arguments of a take, and of a put behind its value; its ``text`` is "add" or "set".
     """
 
     kind: str
@@ -84,6 +87,7 @@ class Part:
     reduced: Reduced | None = None
     instrs: list[Instr] = field(default_factory=list)
     column: bool = False
+    after: tuple[Value, ...] = ()  # values that have to be there, besides those that it reads
 
     @property
     def kept(self) -> int:
@@ -92,7 +96,7 @@ class Part:
 
     def accesses(self) -> list[tuple[str, MemAccess]]:
         """("r" or "w", access) in program order."""
-        return [("w" if i.kind == "store" else "r", i.access) for i in self.instrs if i.access is not None]
+        return [("w" if i.kind in ("store", "put") else "r", i.access) for i in self.instrs if i.access is not None]
 
     def patterns(self) -> list[tuple[Form, int]]:
         """(form, level) of the indices that it computes with, which cut its space as memory accesses do."""

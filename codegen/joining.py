@@ -12,6 +12,7 @@ import torch
 from codegen.expressions import Unsupported
 from codegen.index_maps import Window
 from codegen.instructions import Instr, MemAccess, Part
+from codegen.limits import check_part
 from codegen.lowering import Lowering, arguments, fill_of
 from codegen.promotion import HALF, compute_dtype
 from codegen.pulled import Known, Puller, identity_mapper, window_mapper
@@ -39,7 +40,9 @@ def lower_cat(node: Node, known: Known) -> list[Part]:
         raise Unsupported("a concatenation of another shape than its result")
     if len(sources) <= MOST_SOURCES:
         try:
-            return [_chosen(node, sources, dim, known)]
+            part = _chosen(node, sources, dim, known)
+            check_part(part)
+            return [part]
         except Unsupported:
             pass
     return _copied(node, sources, dim)
@@ -179,6 +182,10 @@ def over_filled(part: Part, known: Known) -> Part:
         return part
     other = lowering.cast(lowering.read(filled, value.dtype), store.dtype)
     lowering.store(write.value, Layout.contiguous(store.dtype, shape), choose(lowering, valid, value, other))
+    try:
+        check_part(lowering.part)
+    except Unsupported:
+        return part
     return lowering.part
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Callable
 
-from codegen import cross_entropy, draws, forms, joining, normalisation, optimizers, reductions
+from codegen import cross_entropy, draws, indexing, joining, normalisation, optimizers, positions, reductions
 from codegen.expressions import Unsupported
 from codegen.foreach import PREFIX, lower_foreach
-from codegen.group import MAX_DIMS
-from codegen.instructions import KEPT, Part
+from codegen.instructions import Part
+from codegen.limits import check_part
 from codegen.lowering import argument_names
 from codegen.pointwise import lower_pointwise
 from codegen.pulled import Known, nothing_known
@@ -16,8 +16,6 @@ from codegen.reductions import Lowered
 from codegen.tuning import HOPPER, Tuning
 from ir_nodes import settings
 from ir_nodes.node import Node
-
-FEW_ROWS, LONG_ROW = 16, 1 << 16
 
 REDUCTIONS: dict[str, Lowered] = {
     "sum": reductions.lower_sum,
@@ -37,6 +35,7 @@ REDUCTIONS: dict[str, Lowered] = {
     "native_layer_norm_backward": normalisation.lower_layer_norm_backward,
     "nll_loss_forward": cross_entropy.lower_nll_forward,
     "nll_loss_backward": cross_entropy.lower_nll_backward,
+    "embedding_dense_backward": indexing.lower_embedding_backward,
 }
 """Keyed by `ir_nodes.node.Node.name`."""
 
@@ -59,6 +58,23 @@ JOINS: dict[str, Callable[[Node, Known], list[Part]]] = {
 """Ops that choose by index between what they read."""
 
 
+INDEXED: dict[str, Callable[[Node], list[Part]]] = {
+    "index_select": indexing.lower_index_select,
+    "embedding": indexing.lower_index_select,
+    "gather": indexing.lower_gather,
+    "index": indexing.lower_index,
+    **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_"), indexing.lower_index_put),
+}
+"""Ops that take addresses from index tensors."""
+
+
+PLACED: dict[str, Callable[[Node], list[Part]]] = {
+    **dict.fromkeys(("tril", "tril_", "triu", "triu_"), positions.lower_triangle),
+    "arange": positions.lower_arange,
+}
+"""Ops whose elements depend on where they stand."""
+
+
 def lower(node: Node, scratch: int, tuning: Tuning = HOPPER, known: Known | None = None) -> list[Part]:
     """The node's parts. ``scratch`` numbers the next scratch value. Raises Unsupported with a readable reason."""
     known = known or nothing_known()
@@ -77,7 +93,7 @@ def lower(node: Node, scratch: int, tuning: Tuning = HOPPER, known: Known | None
     else:
         parts = _lower_named(node, scratch, tuning, known)
     for part in parts:
-        _check(part)
+        check_part(part)
     return parts
 
 
@@ -90,21 +106,7 @@ def _lower_named(node: Node, scratch: int, tuning: Tuning, known: Known) -> list
         if not settings.enabled("windows"):
             raise Unsupported("windows is switched off")
         return JOINS[node.name](node, known)
+    if node.name in INDEXED or node.name in PLACED:
+        return (INDEXED.get(node.name) or PLACED[node.name])(node)
     part = lower_pointwise(node)
     return [joining.over_filled(part, known) if settings.enabled("windows") else part]
-
-
-def _check(part: Part) -> None:
-    cuts: tuple[int, ...] | None = forms.reduced_cuts(part.reduced or (), part.numel)
-    seen = part.patterns()
-    for _, access in part.accesses():
-        seen.append((access.form, access.level))
-    for pattern, level in seen:
-        form = forms.embed(pattern, part.reduced or (), part.numel) if level == KEPT else pattern
-        cuts = None if form is None or cuts is None else forms.merge_cuts(cuts, forms.cuts(form))
-    if cuts is None:
-        raise Unsupported("its operands' dimensions do not nest")
-    if len(cuts) + 1 > MAX_DIMS:
-        raise Unsupported(f"more than {MAX_DIMS} dimensions that do not merge")
-    if part.reduced is not None and part.waits and part.kept < FEW_ROWS and part.numel // part.kept > LONG_ROW:
-        raise Unsupported("a few long rows, each reduced more than once")

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Sequence
 
 import torch
 
@@ -185,6 +186,21 @@ class Lowering:
     def place(self, form: Form) -> Instr:
         """The number that ``form`` gives each element of the full space, such as its position in a layout."""
         return self.add(Instr("coord", torch.int32, FULL, payload=form))
+
+    def take(self, operand: Operand, rest: Layout, indices: Sequence[tuple[Instr, int, int]]) -> Instr:
+        """The operand's elements at ``rest`` plus the stride times each index; ``indices`` are (index, stride, extent)."""
+        access = replace(self.access(operand.value, rest), scattered=True)
+        access.low, access.high = byte_span(operand.layout)
+        rounded = rest.dtype if rest.dtype in HALF else None
+        return self.add(Instr("take", compute_dtype(rest.dtype), FULL, tuple(index for index, _, _ in indices), access=access,
+                              payload=tuple((stride, extent) for _, stride, extent in indices), rounded=rounded))
+
+    def put(self, target: Value, rest: Layout, indices: Sequence[tuple[Instr, int, int]], value: Instr, how: str) -> Instr:
+        """"add" or "set" elements of ``target`` at such places."""
+        access = replace(self.access(target, rest), scattered=True)
+        access.low, access.high = 0, target.buffer.nbytes
+        return self.add(Instr("put", value.dtype, FULL, (value, *(index for index, _, _ in indices)), how, access,
+                              tuple((stride, extent) for _, stride, extent in indices)))
 
     def gather(self, operand: Operand, dim: int, index: Instr) -> Instr:
         """``operand[..., index, ...]`` per kept element, the full space's ``dim`` being the one indexed."""

@@ -12,6 +12,7 @@ import torch
 from codegen.expressions import ROWS, Case, Row, Unsupported, function
 from codegen.instructions import Instr, Part
 from codegen.lowering import Lowering, arguments
+from codegen.predicates import PREDICATES
 from codegen.promotion import HALF, TRITON_TYPES, category, common_dtype, compute_dtype
 from ir_nodes.node import Node, Operand, ScalarInput
 
@@ -33,7 +34,7 @@ def base_name(node: Node) -> str:
 
 def lower_pointwise(node: Node) -> Part:
     """The part of an elementwise node. Raises Unsupported with the reason where the table has no row for it."""
-    row = ROWS.get(base_name(node))
+    row = ROWS.get(base_name(node)) or PREDICATES.get(base_name(node))
     if row is None or len(node.writes) != 1:
         raise Unsupported(f"no kernel for {node.target}")
     return lower_row(node, row, arguments(node), 0)

@@ -53,7 +53,7 @@ class Tile:
 
 def addressed(body: Body) -> list[Step]:
     """Steps that have an address pattern."""
-    return [step for step in body.steps if step.stage in ("load", "store", "gather", "coord", "random")]
+    return [step for step in body.steps if step.stage in ("load", "store", "gather", "take", "coord", "random")]
 
 
 def lay_out(body: Body, tuning: Tuning, share: int = 0) -> Tile:
@@ -77,7 +77,7 @@ def lay_out(body: Body, tuning: Tuning, share: int = 0) -> Tile:
 
 def _main(body: Body) -> Step | None:
     """The access whose memory order the tile follows: what is stored, else what is loaded, over the whole space."""
-    full = [step for step in body.steps if step.level == FULL and step.access is not None]
+    full = [step for step in body.steps if step.level == FULL and step.access is not None and not step.access.scattered]
     stores = [step for step in full if step.stage == "store"]
     dense = [step for step in stores or full if math.prod(n for n, s in step.form if s) == body.numel]
     candidates = dense or stores or full or [step for step in body.steps if step.stage == "store"]

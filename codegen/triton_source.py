@@ -182,6 +182,9 @@ class SourceWriter(IndexWriter):
             self._load(step)
         elif step.stage == "gather":
             self._gather(step)
+        elif step.stage == "take":
+            widened = ".to(tl.float32)" if step.access and step.access.dtype in HALF else ""
+            self._line(f"{self._name(step)} = tl.load({self._scattered(step, step.args)}, other=0){widened}")
         elif step.stage == "coord":
             self._line(f"{self._name(step)} = {self.position(step)}")
         elif step.stage in ("seed", "offset"):
@@ -223,7 +226,21 @@ class SourceWriter(IndexWriter):
         valid = f"{mask} & ({index} >= 0) & ({index} < {count})"
         self._line(f"{self._name(step)} = tl.load({self._pointer(step)} + {offset} + {along}, mask={valid}, other=0){widened}")
 
+    def _scattered(self, step: Step, indices: tuple[Step, ...]) -> str:
+        """Pointer and mask of an access whose addresses depend on ``indices``."""
+        offset, mask = self._place(step)
+        for index, (stride, extent) in zip(map(self._name, indices), step.payload):  # type: ignore[call-overload]
+            offset += f" + {index} * {self.arguments.stride(stride)}"
+            mask += f" & ({index} >= 0) & ({index} < {self.arguments.stride(extent)})"
+        return f"{self._pointer(step)} + {offset}, mask={mask}"
+
     def _store(self, step: Step) -> None:
+        if step.access is not None and step.access.scattered:
+            where, mask = self._scattered(step, step.args[1:]).split(", mask=")
+            call = "tl.atomic_add" if step.text == "add" else "tl.store"
+            order = ', sem="relaxed"' if step.text == "add" else ""
+            self._line(f"{call}({where}, {self._name(step.args[0])}, mask={mask}{order})")
+            return
         offset, mask = self._place(step)
         if step.partial:
             offset = f"share * {self._extent(self._kept_axis())} + {offset}"

@@ -1,0 +1,194 @@
+"""Lowers ops that take their addresses from index tensors: gathers, embeddings and their gradients, scatters. Imports torch,
+`ir_nodes` and codegen's lowering modules.
+
+Indices out of range read zeros and write nothing, where ATen's CUDA kernels stop at a device-side assertion.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, Sequence
+
+import torch
+
+from codegen.expressions import Unsupported
+from codegen.instructions import Instr, Part, scratch_value
+from codegen.lowering import Lowering, arguments
+from codegen.promotion import HALF, compute_dtype
+from codegen.reductions import operand_of, reduction
+from ir_nodes.layout import Layout
+from ir_nodes.node import BufferKind, Node, Operand, Value
+
+FEW_ROWS = 4
+"""Gradients of tables with so few rows are sums over the rows that ask for each: atomics would all meet on a few addresses."""
+
+WIDENED = 1 << 25
+"""Elements of a 16-bit table up to which its gradient is summed in float32 memory of its own and converted afterwards."""
+
+Size = tuple[int, ...]
+Place = tuple[Instr, int, int]
+"""An index, the stride that it counts in, and the extent that it has to stay below."""
+
+
+def _index(lowering: Lowering, operand: Operand, layout: Layout, count: int, wraps: bool = False) -> Instr:
+    """An index tensor's elements, seen through ``layout``; ``wraps``: negative ones count from the end."""
+    if layout.dtype not in (torch.int64, torch.int32):
+        raise Unsupported(f"indices of dtype {str(layout.dtype).removeprefix('torch.')}")
+    index = lowering.load(Operand(operand.value, layout))
+    if wraps:
+        index = lowering.expr("tl.where({0} < 0, {0} + {1}, {0})", index, lowering.size(count, index.dtype), dtype=index.dtype)
+    return index
+
+
+def _spread(layout: Layout, before: int, after: int) -> Layout:
+    """``layout`` with dimensions of size 1 around it."""
+    return replace(layout, size=(1,) * before + layout.size + (1,) * after, stride=(0,) * before + layout.stride + (0,) * after)
+
+
+def _without(layout: Layout, dims: Sequence[int]) -> Layout:
+    """``layout`` of the elements with index 0 along ``dims``."""
+    size = tuple(1 if dim in dims else extent for dim, extent in enumerate(layout.size))
+    return replace(layout, size=size, stride=tuple(0 if dim in dims else step for dim, step in enumerate(layout.stride)))
+
+
+def lower_index_select(node: Node) -> list[Part]:
+    """index_select(self, dim, index), and embedding(weight, indices)."""
+    args = arguments(node)
+    lowering = Lowering(node, node.writes[0].layout.size)
+    if node.name == "embedding":
+        source, index = operand_of(args["weight"]), operand_of(args["indices"])
+        dim, layout, rest = 0, _spread(index.layout, 0, 1), _without(operand_of(args["weight"]).layout, (0,))
+    else:
+        source, index = operand_of(args["self"]), operand_of(args["index"])
+        rank = len(source.layout.size)
+        if rank == 0 or len(index.layout.size) != 1:
+            raise Unsupported("an index of no dimension")
+        dim = args["dim"] % rank
+        layout, rest = _spread(index.layout, 0, rank - dim - 1), _without(source.layout, (dim,))
+    count, stride = source.layout.size[dim], source.layout.stride[dim]
+    at = _index(lowering, index, layout, count)
+    lowering.write(0, lowering.take(source, rest, [(at, stride, count)]))
+    return [lowering.part]
+
+
+def lower_gather(node: Node) -> list[Part]:
+    """gather(self, dim, index)."""
+    args = arguments(node)
+    source, index = operand_of(args["self"]), operand_of(args["index"])
+    if not source.layout.size or len(index.layout.size) != len(source.layout.size):
+        raise Unsupported("a gather without dimensions")
+    dim = args["dim"] % len(source.layout.size)
+    lowering = Lowering(node, index.layout.size)
+    at = _index(lowering, index, index.layout, source.layout.size[dim])
+    near = replace(source.layout, size=index.layout.size)  # elements beyond the index's extent are not looked at
+    lowering.write(0, lowering.take(source, _without(near, (dim,)), [(at, source.layout.stride[dim], source.layout.size[dim])]))
+    return [lowering.part]
+
+
+def _indexed(lowering: Lowering, layout: Layout, indices: Sequence[Operand | None]) -> tuple[Layout, list[Place]]:
+    """Of x[indices]: the layout of what is not indexed, over the result's shape, and a place for each index."""
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
+    given = [index for index in indices if index is not None]
+    shape = torch.broadcast_shapes(*(index.layout.size for index in given))
+    adjacent = dims == list(range(dims[0], dims[0] + len(dims)))
+    front = dims[0] if adjacent else 0
+    others = [dim for dim in range(len(layout.size)) if dim not in dims]
+    ordered = [*others[:front], *(None for _ in shape), *others[front:]]
+    rest = replace(layout, size=tuple(1 if dim is None else layout.size[dim] for dim in ordered),
+                   stride=tuple(0 if dim is None else layout.stride[dim] for dim in ordered))
+    places = []
+    for dim, index in zip(dims, given):
+        at = _index(lowering, index, _spread(index.layout, 0, len(others) - front), layout.size[dim], wraps=True)
+        places.append((at, layout.stride[dim], layout.size[dim]))
+    return rest, places
+
+
+def lower_index(node: Node) -> list[Part]:
+    """index.Tensor: x[i, :, j] with tensors of integers."""
+    args = arguments(node)
+    source = operand_of(args["self"])
+    lowering = Lowering(node, node.writes[0].layout.size)
+    rest, places = _indexed(lowering, source.layout, args["indices"])
+    lowering.write(0, lowering.take(source, rest, places))
+    return [lowering.part]
+
+
+def lower_index_put(node: Node) -> list[Part]:
+    """index_put_ and its like, with tensors of integers: stores, or float32 sums in an order that differs from run to run."""
+    args, write = arguments(node), node.writes[0]
+    source, values = operand_of(args["self"]), operand_of(args["values"])
+    if len(node.writes) != 1 or source.layout != write.layout or write.base is None:
+        raise Unsupported(f"no kernel for {node.target}")
+    given = [index.layout.size for index in args["indices"] if index is not None]
+    others = [n for n, index in zip(write.layout.size, [*args["indices"], *[None] * len(write.layout.size)]) if index is None]
+    lowering = Lowering(node, _put_shape(args["indices"], given, others))
+    rest, places = _indexed(lowering, write.layout, args["indices"])
+    value = lowering.cast(lowering.load(values), write.layout.dtype)
+    if args["accumulate"]:
+        check_order(write.layout.dtype)
+    lowering.put(write.value, rest, places, value, "add" if args["accumulate"] else "set")
+    lowering.part.after = (write.base,)
+    return [lowering.part]
+
+
+def _put_shape(indices: Sequence[Operand | None], given: Sequence[Size], others: Sequence[int]) -> Size:
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
+    front = dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
+    return (*others[:front], *torch.broadcast_shapes(*given), *others[front:])
+
+
+def check_order(dtype: torch.dtype) -> None:
+    """Raises Unsupported where sums by atomics would not do: their order, and so the last bits, differ from run to run."""
+    if torch.are_deterministic_algorithms_enabled():
+        raise Unsupported("deterministic algorithms are asked for, and atomics add in any order")
+    if dtype is not torch.float32:
+        raise Unsupported(f"atomic sums of {str(dtype).removeprefix('torch.')}")
+
+
+def lower_embedding_backward(node: Node, scratch: int) -> list[Part]:
+    """embedding_dense_backward: the sum of each row's gradients, float32 inside as ATen's, whose order it does not keep."""
+    args, write = arguments(node), node.writes[0]
+    grad, index = operand_of(args["grad_output"]), operand_of(args["indices"])
+    if args["scale_grad_by_freq"]:
+        raise Unsupported("gradients scaled by how often a row was used")
+    if write.value.buffer.kind is not BufferKind.FRESH or write.base is not None or not write.layout.is_contiguous:
+        raise Unsupported("into memory that is in use")
+    rows, width = write.layout.size
+    flat = math.prod(index.layout.size)
+    if rows <= FEW_ROWS:
+        return [_row_sums(node, args, grad, index)]
+    half = write.layout.dtype in HALF
+    if half and rows * width > WIDENED:
+        raise Unsupported("a large table in 16 bits")
+    check_order(compute_dtype(write.layout.dtype))
+    layout = Layout.contiguous(torch.float32, (rows, width))
+    last = scratch_value(scratch, layout.nbytes, node) if half else write.value
+    blank = Value(last.buffer, 0, node)
+    zeros = Lowering(node, layout.size)
+    zeros.store(blank, layout, zeros.expr("0.0", dtype=torch.float32))
+    add = Lowering(node, (*index.layout.size, width))
+    at = _index(add, index, _spread(index.layout, 0, 1), rows)
+    if args["padding_idx"] >= 0:
+        at = add.expr("tl.where({0} == {1}, -1, {0})", at, add.size(args["padding_idx"], at.dtype), dtype=at.dtype)
+    assert flat
+    add.put(last, _without(layout, (0,)), [(at, width, rows)], add.load(grad), "add")
+    add.part.after = (blank,)
+    if not half:
+        return [zeros.part, add.part]
+    narrow = Lowering(node, layout.size)
+    narrow.write(0, narrow.load(Operand(last, layout)))
+    return [zeros.part, add.part, narrow.part]
+
+
+def _row_sums(node: Node, args: dict[str, Any], grad: Operand, index: Operand) -> Part:
+    write = node.writes[0].layout
+    lowering, _ = reduction(node, grad, tuple(range(len(grad.layout.size) - 1)))
+    lowering.part.column = True
+    at, value = _index(lowering, index, _spread(index.layout, 0, 1), write.size[0]), lowering.load(grad)
+    for row in range(write.size[0]):
+        number = lowering.expr(str(row if row != args["padding_idx"] else -1), dtype=at.dtype)
+        mine = lowering.expr("tl.where({0} == {1}, {2}, 0.0)", at, number, value, dtype=value.dtype)
+        place = Layout(write.dtype, (write.size[1],), (write.stride[1],), write.offset + row * write.stride[0])
+        lowering.store(node.writes[0].value, place, lowering.reduce("add", mine), 1)
+    return lowering.part

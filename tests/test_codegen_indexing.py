@@ -1,0 +1,114 @@
+"""Gathers, embeddings, scatters and their gradients: numbers and kernel counts."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import check, externs, kernels, record
+
+from codegen.fuse import plan
+from codegen.tuning import HOPPER, Tuning
+
+LOOPED = Tuning(pointwise_block=64, transpose_side=16, tile=64, persistent=16, looped=16)
+SPLIT = Tuning(tile=64, persistent=64, looped=16, programs=16, split_rows=16, split_column=16, split_row=16, split_numel=64)
+aten = torch.ops.aten
+
+
+def data(*size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def indices(*size: int, below: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, below, size, generator=torch.Generator().manual_seed(seed))
+
+
+READS: dict[str, tuple[Callable[..., Any], torch.Tensor]] = {
+    "index_select 0": (lambda x, i: x.index_select(0, i), indices(9, below=6)),
+    "index_select 1": (lambda x, i: x.index_select(1, i), indices(9, below=7)),
+    "index_select -1": (lambda x, i: x.index_select(-1, i.int()), indices(9, below=5)),
+    "index_select of a view": (lambda x, i: x.transpose(0, 2).index_select(1, i[::2]), indices(9, below=7)),
+    "gather 0": (lambda x, i: x.gather(0, i), indices(4, 6, 5, below=6)),
+    "gather -1": (lambda x, i: x.gather(-1, i), indices(6, 3, 9, below=5)),
+    "gather transposed": (lambda x, i: x.transpose(0, 1).gather(1, i.transpose(0, 1)), indices(5, 7, 4, below=6)),
+    "index": (lambda x, i: (x[i], x[:, i], x[..., i], x[None, i]), indices(3, 2, below=5)),
+    "index from behind": (lambda x, i: x[i - 5], indices(8, below=5)),
+    "index by two": (lambda x, i: (x[i, i], x[:, i, i], x[i, :, i], x[i[:, None], i]), indices(4, below=5)),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_reads_by_index(name: str, dtype: torch.dtype) -> None:
+    program, index = READS[name]
+    check(program, (data(6, 7, 5) * 9).to(dtype), index)
+    check(program, (data(6, 7, 5) * 9).to(dtype), index, tuning=LOOPED)
+
+
+def test_embedding_position_and_layer_norm_are_one_kernel() -> None:
+    def program(weight: torch.Tensor, ids: torch.Tensor, places: torch.Tensor, gain: torch.Tensor) -> list[torch.Tensor]:
+        x = weight.index_select(0, ids.view(-1)).view(3, 4, 40) + places
+        return [x, F.layer_norm(x, (40,), gain)]
+
+    check(program, data(11, 40), indices(3, 4, below=11), data(4, 40, seed=1), data(40, seed=2), count=1)
+    check(lambda w, ids: F.embedding(ids, w), data(11, 40, dtype=torch.bfloat16), indices(3, 4, below=11), count=1)
+
+
+def test_a_computed_table_is_stored_before_it_is_read_by_index() -> None:
+    made = check(lambda x, i: (x * 2)[i], data(6, 7), indices(6, below=6), count=2)
+    assert "another order" in str(made.refusals[0])
+    check(lambda x, i: (x * 2)[i], data(1), indices(1, below=1), count=2)
+
+
+@pytest.mark.parametrize("rows", [3, 11])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("padding", [-1, 2])
+@pytest.mark.parametrize("tuning", [HOPPER, SPLIT], ids=["hopper", "split"])
+def test_gradient_of_an_embedding(rows: int, dtype: torch.dtype, padding: int, tuning: Tuning) -> None:
+    def program(grad: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return aten.embedding_dense_backward(grad, ids, rows, padding, False) * 2
+
+    grad, ids = data(5, 8, 24, dtype=dtype), indices(5, 8, below=rows)
+    rtol, atol = (5e-2, 1e-1) if dtype is torch.bfloat16 else (1e-4, 1e-5)  # eager sums in 16 bits on a CPU, not on a GPU
+    made = check(program, grad, ids, tuning=tuning, rtol=rtol, atol=atol)
+    assert any("atomic_add" in step.kernel.source for step in kernels(made)) is (rows > 4)
+    check(program, grad.transpose(0, 1), ids.t(), tuning=tuning, rtol=rtol, atol=atol)
+
+
+def test_gradients_by_atomics_are_refused_where_order_matters() -> None:
+    recording, _ = record(lambda g, i: aten.embedding_dense_backward(g, i, 11, -1, False), data(4, 8), indices(4, below=11))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert "atomics add in any order" in externs(plan(recording.graph))[0].reason
+    finally:
+        torch.use_deterministic_algorithms(False)
+    double = record(lambda g, i: aten.embedding_dense_backward(g, i, 11, -1, False), data(4, 8).double(), indices(4, below=11))[0]
+    assert [step.reason for step in externs(plan(double.graph))] == ["atomic sums of float64"]
+
+
+def test_the_gradient_of_an_embedding_takes_in_what_makes_its_gradient() -> None:
+    def program(grad: torch.Tensor, mask: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return aten.embedding_dense_backward(aten.native_dropout_backward(grad, mask, 2.0), ids, 11, -1, False)
+
+    check(program, data(5, 8, 24), data(5, 8, 24) > 0, indices(5, 8, below=11), count=2)  # zeros, then sums
+
+
+def test_index_put() -> None:
+    def put(x: torch.Tensor, i: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        x[i] = v
+        return x * 2
+
+    def add(x: torch.Tensor, i: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        twice = x * 2
+        return aten.index_put_(twice, [None, i, i], v, True) + 1
+
+    def gradient(x: torch.Tensor, i: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        zeros = torch.zeros(3, 7, 7)
+        return aten._index_put_impl_(zeros, [None, i, i], v, True, False)
+
+    check(put, data(9, 4), torch.tensor([3, 1, -2]), data(3, 4, seed=1), count=2)
+    check(put, data(9, 4, dtype=torch.bfloat16), torch.tensor([3, 1, -2]), data(1, 4, dtype=torch.bfloat16, seed=1), count=2)
+    for program in (add, gradient):
+        check(program, data(3, 7, 7), torch.tensor([1, 4, 1, -1]), data(3, 4, seed=1), rtol=1e-4, atol=1e-5)

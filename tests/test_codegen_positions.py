@@ -1,0 +1,35 @@
+"""Triangles, ranges and masks made of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from graphs import check
+
+
+@pytest.mark.parametrize("diagonal", [-2, 0, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64], ids=str)
+def test_triangles(diagonal: int, dtype: torch.dtype) -> None:
+    x = (torch.randn(3, 7, 9, generator=torch.Generator().manual_seed(0)) * 5).to(dtype)
+    check(lambda x: (x.tril(diagonal), x.triu(diagonal)), x, count=1)
+    check(lambda x: x.transpose(1, 2).tril(diagonal), x, count=1)
+
+
+def test_a_causal_mask_costs_no_kernel_of_its_own() -> None:
+    def program(scores: torch.Tensor) -> torch.Tensor:
+        allowed = torch.ones(16, 16, dtype=torch.bool).tril()
+        return scores.masked_fill(~allowed, float("-inf")).softmax(-1)
+
+    made = check(program, torch.randn(2, 3, 16, 16))
+    assert len(made.steps) <= 2
+
+
+def test_ranges() -> None:
+    check(lambda x: (torch.arange(7), torch.arange(3, 17, 2), torch.arange(9, 0, -1, dtype=torch.int32), x + 1), torch.ones(3))
+    check(lambda x: x + torch.arange(5)[:, None], torch.ones(5, 3), count=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_infinities_are_told_apart(dtype: torch.dtype) -> None:
+    x = torch.tensor([1.0, float("inf"), float("-inf"), float("nan"), 0.0]) if dtype.is_floating_point else torch.arange(5)
+    check(lambda x: (x.isneginf(), x.isposinf()), x.to(dtype), count=1)
