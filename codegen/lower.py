@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Callable
 
-from codegen import cross_entropy, draws, indexing, joining, normalisation, optimizers, positions, reductions
+from codegen import batch_norm, cross_entropy, draws, indexing, joining, normalisation, optimizers, positions, reductions
 from codegen.expressions import Unsupported
 from codegen.foreach import PREFIX, lower_foreach
 from codegen.instructions import Part
@@ -33,6 +33,10 @@ REDUCTIONS: dict[str, Lowered] = {
     "_log_softmax_backward_data": normalisation.lower_softmax_backward,
     "native_layer_norm": normalisation.lower_layer_norm,
     "native_layer_norm_backward": normalisation.lower_layer_norm_backward,
+    "native_batch_norm": batch_norm.lower_batch_norm,
+    "_native_batch_norm_legit": batch_norm.lower_batch_norm,
+    "_native_batch_norm_legit_no_training": batch_norm.lower_batch_norm,
+    "native_batch_norm_backward": batch_norm.lower_batch_norm_backward,
     "nll_loss_forward": cross_entropy.lower_nll_forward,
     "nll_loss_backward": cross_entropy.lower_nll_backward,
     "embedding_dense_backward": indexing.lower_embedding_backward,

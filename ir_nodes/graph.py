@@ -1,10 +1,11 @@
-"""A recording in single-assignment form, with use lists. Imports torch, `ir_nodes.layout` and `ir_nodes.node` only."""
+"""A recording in single-assignment form, with use lists. Imports torch and `ir_nodes.layout`, `.node` and `.ops` only."""
 
 from __future__ import annotations
 
 import hashlib
 from typing import Iterable, Sequence
 
+from ir_nodes import ops
 from ir_nodes.node import Access, Arg, Buffer, BufferKind, Frame, Node, Operand, ScalarInput, Target, Value, Write
 
 
@@ -44,13 +45,14 @@ class Graph:
         """Append one op. ``args`` may hold `Access`es, nested in sequences; ``outs`` are the tensors it newly returns."""
         reads: list[Operand] = []
         written: list[Access] = []
+        reads_only = ops.reads_only(target, args)
 
         def resolve(arg: Arg) -> Arg:
             if isinstance(arg, (list, tuple)):
                 return tuple(resolve(item) for item in arg)
             if not isinstance(arg, Access):
                 return arg
-            if arg.mode == "r":
+            if arg.mode == "r" or reads_only:
                 operand = Operand(self.last(arg.buffer), arg.layout)
                 reads.append(operand)
                 return operand

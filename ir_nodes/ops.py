@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -193,6 +194,14 @@ def written_mode(target: str, arg_index: int) -> str:
     if arg.alias_info is None or not arg.alias_info.is_write:
         return "r"
     return "w" if arg.kwarg_only or row.write_only and arg_index == 0 else "rw"
+
+
+def reads_only(target: str, args: Sequence[object]) -> bool:
+    """True for batch norm in evaluation: the running statistics that it may write it then only reads."""
+    if target not in ("aten::native_batch_norm", "aten::_native_batch_norm_legit"):
+        return False
+    names = [spec.name for spec in schema(target).arguments]
+    return args[names.index("training")] is False
 
 
 def _kind(name: str) -> str:

@@ -144,7 +144,7 @@ def _check_arguments(node: Node, after: str) -> None:
     for index, item in flat:
         mode = ops.written_mode(node.target, index)
         name = specs[index].name
-        if isinstance(item, Operand) and mode != "r":
+        if isinstance(item, Operand) and mode != "r" and not ops.reads_only(node.target, node.args):
             raise VerificationError(after, node, f"only reads {name}, which the op writes")
         if isinstance(item, Target):
             _check_target(node, node.writes[item.index], mode, name, after)

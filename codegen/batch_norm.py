@@ -1,0 +1,211 @@
+"""Lowers batch norm with its gradient. Imports torch, `ir_nodes` and codegen's leaf modules.
+
+Sums over the channels' elements are one part, what is done to each element another: where the sums are split over programs, the
+second is a kernel of its own that takes in what comes before and after (a sum with a shortcut, an activation).
+
+Mean and variance come from one pass over sums of differences from a shift (Chan, Golub, LeVeque: "Algorithms for computing the
+sample variance", 1983). The shift is the median of three of the channel's elements, so that one that lies far off does no harm:
+the variance's relative error is that of float32's sums times 1 + (shift - mean)^2 / variance.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from codegen.expressions import Unsupported
+from codegen.instructions import FULL, KEPT, Instr, Part, scratch_value
+from codegen.lowering import Lowering, argument_names, arguments
+from codegen.reductions import divide, mean_of, operand_of, reduction, write_kept
+from ir_nodes.layout import Layout
+from ir_nodes.node import Node, Operand, Target
+
+_MEDIAN = "tl.maximum(tl.minimum({0}, {1}), tl.minimum(tl.maximum({0}, {1}), {2}))"
+
+
+def lower_batch_norm(node: Node, scratch: int) -> list[Part]:
+    """native_batch_norm and its functional relatives: results normalised by the batch's statistics, or by the running ones."""
+    args = arguments(node)
+    source = operand_of(args["input"])
+    if len(source.layout.size) < 2 or len(node.returns) != 3 or node.returns[0] is None:
+        raise Unsupported(f"no kernel for {node.target}")
+    if not args.get("training", False):
+        return [_normalise(node, args, _running(args))]
+    statistics, numbers = _statistics(node, args, scratch)
+    return [statistics, _normalise(node, args, numbers)]
+
+
+def lower_batch_norm_backward(node: Node, scratch: int) -> list[Part]:
+    """native_batch_norm_backward: two sums per channel, then the gradient of each element."""
+    args = arguments(node)
+    if len(operand_of(args["input"]).layout.size) < 2 or len(node.returns) != 3:
+        raise Unsupported(f"no kernel for {node.target}")
+    grad_input, grad_weight, grad_bias = node.returns
+    train = args["train"]
+    parts, means = [], None
+    if grad_weight is not None or grad_bias is not None or train:
+        sums, means = _gradient_sums(node, args, scratch, grad_weight, grad_bias)
+        parts.append(sums)
+    if grad_input is not None:
+        parts.append(_grad_input(node, args, grad_input, means if train else None))
+    return parts
+
+
+# ---- numbers per channel -------------------------------------------------------------------------------------------------
+
+
+def _other_dims(layout: Layout) -> tuple[int, ...]:
+    """All but the channels'."""
+    return tuple(dim for dim in range(len(layout.size)) if dim != 1)
+
+
+def _per_element(operand: Operand, rank: int) -> Operand:
+    """A number for each channel, laid along the channels of a tensor of ``rank`` dimensions."""
+    layout = operand.layout
+    spread = Layout(layout.dtype, (*layout.size, *(1,) * (rank - 2)), (*layout.stride, *(0,) * (rank - 2)), layout.offset)
+    return Operand(operand.value, spread)
+
+
+def _channelwise(lowering: Lowering, operand: Any, dtype: torch.dtype, level: int) -> Instr:
+    """A number of each channel, as ``dtype``, over the channels (KEPT) or over all elements."""
+    found = operand_of(operand)
+    return lowering.cast(lowering.load(found if level == KEPT else _per_element(found, len(lowering.shape)), level), dtype)
+
+
+def _keep(lowering: Lowering, scratch: int, number: Instr) -> Operand:
+    """Hand a number of each channel to the next part."""
+    layout = Layout.contiguous(number.dtype, lowering.kept_shape)
+    value = scratch_value(scratch, layout.nbytes, lowering.part.node)
+    lowering.store(value, layout, number, KEPT)
+    return Operand(value, layout)
+
+
+def _inverse(lowering: Lowering, variance: Instr, eps: Any) -> Instr:
+    """The reciprocal of the standard deviation."""
+    return lowering.expr("tl.rsqrt({0} + {1})", variance, lowering.read(eps, variance.dtype), dtype=variance.dtype)
+
+
+# ---- forward -------------------------------------------------------------------------------------------------------------
+
+Numbers = tuple[Operand, Operand, bool]
+"""The channels' means and variances, or reciprocals of standard deviations where the last is True."""
+
+
+def _running(args: dict[str, Any]) -> Numbers:
+    return operand_of(args["running_mean"]), operand_of(args["running_var"]), False
+
+
+def _statistics(node: Node, args: dict[str, Any], scratch: int) -> tuple[Part, Numbers]:
+    source = operand_of(args["input"])
+    lowering, dims = reduction(node, source, _other_dims(source.layout))
+    value = lowering.load(source)
+    shift = lowering.expr(_MEDIAN, *(lowering.load(_sample(source, quarter), KEPT) for quarter in (1, 2, 3)), dtype=value.dtype)
+    moved = lowering.expr("{0} - {1}", value, shift, dtype=value.dtype)
+    total = lowering.reduce("add", moved)
+    squares = lowering.reduce("add", lowering.expr("{0} * {0}", moved, dtype=value.dtype))
+    offset = mean_of(lowering, total)
+    mean = lowering.expr("{0} + {1}", shift, offset, dtype=value.dtype)
+    spread = lowering.expr("{0} - {1} * {2}", squares, total, offset, dtype=value.dtype)
+    variance = mean_of(lowering, lowering.expr("tl.where({0} < 0, 0.0, {0})", spread, dtype=value.dtype))
+    scale = _inverse(lowering, variance, args["eps"])
+    _update(lowering, args, mean, variance)
+    kept = []
+    for index, (place, number) in enumerate(zip(node.returns[1:], (mean, scale))):
+        exact = place is not None and node.writes[place].layout.dtype is number.dtype
+        if place is not None:
+            write_kept(lowering, place, number, dims)
+        kept.append(Operand(node.writes[place].value, node.writes[place].layout) if exact and place is not None
+                    else _keep(lowering, scratch + index, number))
+    return lowering.part, (kept[0], kept[1], True)
+
+
+def _sample(source: Operand, quarter: int) -> Operand:
+    """One element of each channel, so many quarters into every other dimension."""
+    layout = source.layout
+    offset = sum(layout.size[dim] * quarter // 4 * layout.stride[dim] for dim in _other_dims(layout))
+    return Operand(source.value, Layout(layout.dtype, layout.size[1:2], layout.stride[1:2], layout.offset + offset))
+
+
+def _update(lowering: Lowering, args: dict[str, Any], mean: Instr, variance: Instr) -> None:
+    """Move the running statistics towards the batch's, whose variance is that of a sample."""
+    node = lowering.part.node
+    given = dict(zip(argument_names(node.target), node.args))
+    count = math.prod(lowering.shape) // lowering.shape[1]
+    for name, number in (("running_mean", mean), ("running_var", variance)):
+        target = given.get(name)
+        if not isinstance(target, Target):
+            continue
+        if name == "running_var":
+            sized = (lowering.size(count, number.dtype), lowering.size(count - 1, number.dtype))
+            number = lowering.expr("{0} * {1}", number, divide(lowering, *sized), dtype=number.dtype)
+        momentum = lowering.read(args["momentum"], number.dtype)
+        old = _channelwise(lowering, args[name], number.dtype, KEPT)
+        new = lowering.expr("{1} * {2} + (1.0 - {2}) * {0}", old, number, momentum, dtype=number.dtype)
+        lowering.write(target.index, new, KEPT)
+
+
+def _normalise(node: Node, args: dict[str, Any], numbers: Numbers) -> Part:
+    source = operand_of(args["input"])
+    lowering = Lowering(node, source.layout.size)
+    value = lowering.load(source)
+    mean, scale = (_channelwise(lowering, number, value.dtype, FULL) for number in numbers[:2])
+    if not numbers[2]:
+        scale = _inverse(lowering, scale, args["eps"])
+    result = lowering.expr("{0} - {1}", value, mean, dtype=value.dtype)
+    if args.get("weight") is not None:
+        result = lowering.expr("{0} * {1}", result, _channelwise(lowering, args["weight"], value.dtype, FULL), dtype=value.dtype)
+    result = lowering.expr("{0} * {1}", result, scale, dtype=value.dtype)
+    if args.get("bias") is not None:
+        result = lowering.expr("{0} + {1}", result, _channelwise(lowering, args["bias"], value.dtype, FULL), dtype=value.dtype)
+    out = node.returns[0]
+    assert out is not None
+    lowering.write(out, result)
+    return lowering.part
+
+
+# ---- backward ------------------------------------------------------------------------------------------------------------
+
+
+def _used(lowering: Lowering, args: dict[str, Any], dtype: torch.dtype, level: int) -> tuple[Instr, Instr]:
+    """The mean and the reciprocal deviation by which the forward normalised."""
+    if args["train"]:
+        mean, scale = (_channelwise(lowering, args[name], dtype, level) for name in ("save_mean", "save_invstd"))
+        return mean, scale
+    mean, variance = (_channelwise(lowering, args[name], dtype, level) for name in ("running_mean", "running_var"))
+    return mean, _inverse(lowering, variance, args["eps"])
+
+
+def _gradient_sums(node: Node, args: dict[str, Any], scratch: int, weight: int | None, bias: int | None) -> tuple[
+        Part, tuple[Operand, Operand]]:
+    """The gradients of weight and bias, and what the elements' gradients need of the same sums."""
+    source = operand_of(args["input"])
+    lowering, dims = reduction(node, source, _other_dims(source.layout))
+    value = lowering.load(source)
+    grad = lowering.cast(lowering.load(operand_of(args["grad_out"])), value.dtype)
+    mean, scale = _used(lowering, args, value.dtype, KEPT)
+    plain = lowering.reduce("add", grad)
+    product = lowering.expr("{0} * ({1} - {2})", grad, value, mean, dtype=value.dtype)
+    skewed = lowering.expr("{0} * {1}", lowering.reduce("add", product), scale, dtype=value.dtype)
+    if weight is not None:
+        write_kept(lowering, weight, skewed, dims)
+    if bias is not None:
+        write_kept(lowering, bias, plain, dims)
+    slope = lowering.expr("{0} * {1}", mean_of(lowering, skewed), scale, dtype=value.dtype)
+    return lowering.part, (_keep(lowering, scratch, mean_of(lowering, plain)), _keep(lowering, scratch + 1, slope))
+
+
+def _grad_input(node: Node, args: dict[str, Any], index: int, means: tuple[Operand, Operand] | None) -> Part:
+    source = operand_of(args["input"])
+    lowering = Lowering(node, source.layout.size)
+    grad = lowering.load(operand_of(args["grad_out"]))
+    mean, factor = _used(lowering, args, grad.dtype, FULL)
+    if args.get("weight") is not None:
+        factor = lowering.expr("{0} * {1}", factor, _channelwise(lowering, args["weight"], grad.dtype, FULL), dtype=grad.dtype)
+    if means is not None:
+        plain, slope = (_channelwise(lowering, number, grad.dtype, FULL) for number in means)
+        centred = lowering.expr("{0} - {1}", lowering.load(source), mean, dtype=grad.dtype)
+        grad = lowering.expr("{0} - {1} - {2} * {3}", grad, plain, centred, slope, dtype=grad.dtype)
+    lowering.write(index, lowering.expr("{0} * {1}", grad, factor, dtype=grad.dtype))
+    return lowering.part
