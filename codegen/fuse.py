@@ -75,6 +75,12 @@ def plan_units(units: Sequence[Unit], wanted: Iterable[Value], tuning: Tuning, s
     return Plan(tuple(steps), scratch.all(), tuple(fuser.refusals), tuple(needs))
 
 
+def partition(graph: Graph, tuning: Tuning = HOPPER) -> list[tuple[tuple[Node, ...], bool]]:
+    """The kernels that ``graph`` would become, each as its nodes and whether it is fused; otherwise ATen runs it."""
+    groups = fused(units_of(graph, (), tuning), tuning, {}).groups()
+    return [(tuple(dict.fromkeys(unit.node for unit in group.units)), group.fusible) for group in groups]
+
+
 def lower_all(graph: Graph, tuning: Tuning = HOPPER) -> list[Unit]:
     """Every node as units, in order."""
     units: list[Unit] = []
@@ -139,14 +145,18 @@ def add_dependencies(graph: Graph, units: Sequence[Unit], order: Iterable[tuple[
     producers: dict[Value, dict[Unit, None]] = {}
     users: dict[Value, dict[Unit, None]] = {}
     by_node: dict[Node, list[Unit]] = {}
+    outputs = dict.fromkeys(graph.outputs())
     overwritten = {new: old for values in graph.values for old, new in zip(values, values[1:])}  # passes leave gaps in versions
     for unit in units:
         by_node.setdefault(unit.node, []).append(unit)
         for value in unit.needs:
-            unit.before.update(producers.get(value, {}))
+            for maker in producers.get(value, ()):
+                unit.before[maker] = None
+                maker.followers[unit] = None
             users.setdefault(value, {})[unit] = None
         for value in unit.makes:
             producers.setdefault(value, {})[unit] = None
+            unit.lasts = unit.lasts or value in outputs
             old = overwritten.get(value)
             if old is not None:
                 unit.before.update(users.get(old, {}))
@@ -209,6 +219,8 @@ class Fuser:
         loads = [access for mode, access in unit.part.accesses() if mode == "r"]
         makers = dict.fromkeys(maker for access in loads for maker in self._makers.get(access.value, ()))
         vertical = sorted(makers, key=lambda maker: (-self._group[maker].root().level, maker.position))
+        if unit.node.again:  # it is there for those who follow it
+            return [maker for maker in vertical if maker.node.again][:MAX_CANDIDATES]
         overwritten = [other for other in unit.before if other.part is not None and other not in makers]
         sharing = [self._readers[access.key] for access in loads if access.key in self._readers]
         beside = [other for value in unit.makes for other in self._makers.get(value, ())][-1:]

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 
 from codegen import forms
+from codegen.footprint import Footprint
 from codegen.forms import Form, Reduced
-from codegen.index_maps import disjoint
-from codegen.instructions import FULL, KEPT, MemAccess, Part
+from codegen.instructions import FULL, KEPT, Part
 from codegen.tuning import Tuning
 from ir_nodes.node import Node, Value
 
@@ -32,36 +32,9 @@ class Unit:
     reason: str = ""
     needs: tuple[Value, ...] = ()  # what must exist before it runs
     makes: tuple[Value, ...] = ()
+    lasts: bool = False  # somebody outside of the recording needs what it makes
+    followers: dict["Unit", None] = field(default_factory=dict)  # units that need what it makes
     before: dict["Unit", None] = field(default_factory=dict)  # units that must run earlier
-
-
-@dataclass(slots=True, eq=False)
-class Footprint:
-    """One way in which a group touches a buffer."""
-
-    form: Form | None  # over the full space
-    dtype: torch.dtype
-    access: MemAccess
-    gathers: bool
-    written: dict[Value, None] = field(default_factory=dict)
-
-    def collides(self, other: "Footprint") -> bool:
-        """True where two programs could touch one byte, one of them writing."""
-        if not (self.written or other.written) or not self.access.overlaps(other.access):
-            return False
-        regular = not (self.access.scattered or other.access.scattered) and self.dtype is other.dtype
-        same = regular and self.form == other.form and self.access.byte_offset == other.access.byte_offset
-        if same and (self.gathers or other.gathers):
-            gather, writer = (self, other) if self.gathers else (other, self)
-            return gather.access.value not in writer.written
-        return not same and not self._interleaves(other)
-
-    def _interleaves(self, other: "Footprint") -> bool:
-        """True where both share rows, but no element of them, as the parts of a concatenation do."""
-        distance, rest = divmod(other.access.byte_offset - self.access.byte_offset, self.dtype.itemsize)
-        if self.dtype is not other.dtype or rest or self.gathers or other.gathers or self.access.shift or other.access.shift:
-            return False
-        return self.form is not None and other.form is not None and disjoint(self.form, other.form, distance)
 
 
 FootKey = tuple[Form | None, torch.dtype, int, int]
@@ -193,8 +166,12 @@ def can_fuse(left: Group, right: Group) -> Joint | str:
 
 
 def _distinct(left: Group, right: Group) -> int:
-    keys = {(buffer, key) for group in (left, right) for buffer, feet in group.touched.items() for key in feet}
-    return len(keys)
+    """Operands in memory: what a value is read or written through, but for values that stay inside."""
+    inside = dict.fromkeys((*left.units, *right.units))
+    hidden = {value for unit in inside if not unit.lasts and unit.followers and all(other in inside for other in unit.followers)
+              for value in unit.makes}
+    return len({(access.value.buffer.index, access.form, access.dtype, access.byte_offset) for unit in inside
+                for _, access in (unit.part.accesses() if unit.part else ()) if access.value not in hidden})
 
 
 def _memory_reason(left: Group, right: Group, joint: Joint) -> str | None:

@@ -161,6 +161,7 @@ class Node:
     instr: int = -1  # the recorded instruction it came from
     segment: SegmentCall | None = None  # the innermost one it was recorded in
     stage: int = 0  # nodes of different stages keep their order and share no kernel
+    again: bool = False  # computes once more what another node has computed, for the nodes that follow it only
 
     @property
     def name(self) -> str:

@@ -2,10 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Iterable
+from dataclasses import replace
+from typing import Iterable, Mapping
 
 from ir_nodes import Graph, Node, Operand, Value, Write
 from ir_nodes.node import Arg
+
+
+def redirect(user: Node, instead: Mapping[Value, Value]) -> None:
+    """Make ``user`` read other values in place of some."""
+    def of(arg: Arg) -> Arg:
+        if isinstance(arg, tuple):
+            return tuple(map(of, arg))
+        return Operand(instead[arg.value], arg.layout) if isinstance(arg, Operand) and arg.value in instead else arg
+
+    before = list(user.inputs())
+    user.args = tuple(map(of, user.args))
+    user.reads = tuple(map(of, user.reads))
+    after = dict.fromkeys(user.inputs())
+    for value in before:
+        if value not in after:
+            value.users.pop(user, None)
+    for value in after:
+        value.users[user] = None
+
+
+def clone(graph: Graph, node: Node, instead: Mapping[Value, Value]) -> Node:
+    """The same op once more, into new memory, of other values in place of some. It is not yet one of the graph's nodes."""
+    writes = []
+    for write in node.writes:
+        buffer = graph.add_buffer(write.value.buffer.nbytes)
+        writes.append(Write(Value(buffer, 1), write.layout, None, False))
+        graph.values[buffer.index].append(writes[-1].value)
+    again = replace(node, writes=tuple(writes), again=True)
+    for write in writes:
+        write.value.producer = again
+    redirect(again, instead)
+    return again
 
 
 class Substitution:

@@ -1,0 +1,265 @@
+"""Cheap values are computed again where a far kernel needs them, instead of being written and read. Imports `ir_nodes` and
+`barriers` parts only.
+
+What Chen et al. (2016) do for memory and the min-cut partitioner of functorch (He, 2022) does between forward and backward, here
+between any two kernels of one graph: for each kernel the cheapest cut through the cheap ops that its operands come from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Callable, Sequence
+
+from barriers.min_cut import NEVER, min_cut
+from barriers.passes.dead import eliminate_dead
+from barriers.passes.rewrite import clone, redirect
+from ir_nodes import Graph, Layout, Node, Operand, Value
+from ir_nodes.ops import info, split
+
+Partition = Callable[[Graph], Sequence[tuple[tuple[Node, ...], bool]]]
+"""Gives the kernels that a graph would become, as nodes and whether they are fused; the others are run one by one."""
+
+LEAST = 4096
+"""Bytes that must be saved."""
+WIDEST = 40
+"""Ops that are looked at for one kernel."""
+_ELEMENTWISE = ("pointwise", "fill")
+_COPIES = ("copy_", "clone", "_to_copy", "contiguous")
+_ROWS = ("softmax", "normalization", "reduction")
+
+
+def recompute_cheap(graph: Graph, partition: Partition) -> Graph:
+    """Give kernels copies of the cheap ops behind their operands, where reading those ops' operands moves fewer bytes than
+    writing and reading their results. Numbers stay bit for bit, for the same ops run on the same values.
+
+    A result that no longer leaves its kernel is not written at all. Copies that would not join the kernel that they are for are
+    taken back. No value is kept longer than before unless a larger one goes. Returns ``graph``.
+    """
+    copied = _Recomputer(graph, partition(graph)).run()
+    if copied:
+        home = _homes(partition(graph))
+        for one in copied:
+            if len({home.get(node, -1) for node in (*one.nodes, *one.users)}) > 1:
+                one.take_back()
+        eliminate_dead(graph)
+    return graph
+
+
+@dataclass(slots=True, eq=False)
+class Copied:
+    """What one kernel got: copies of nodes, the nodes that use them, and which value stands for which."""
+
+    nodes: list[Node]
+    users: list[Node]
+    instead: dict[Value, Value]
+
+    def take_back(self) -> None:
+        back = {new: old for old, new in self.instead.items()}
+        for user in self.users:
+            redirect(user, back)
+
+
+@dataclass(slots=True, eq=False)
+class Network:
+    """The cheap ops behind a kernel's operands, as values: what to keep one for costs, where it leads, where it begins."""
+
+    capacity: dict[Value, int] = field(default_factory=dict)
+    after: dict[Value, list[Value]] = field(default_factory=dict)
+    sources: list[Value] = field(default_factory=list)
+
+
+class _Recomputer:
+    def __init__(self, graph: Graph, kernels: Sequence[tuple[tuple[Node, ...], bool]]) -> None:
+        self.graph, self.kernels = graph, kernels
+        self.place = {node: position for position, node in enumerate(graph.nodes)}
+        self.home = _homes(kernels)
+        self.newer = {old: new for values in graph.values for old, new in zip(values, values[1:])}
+        self.kept_until: dict[Value, int] = {}
+        self.inserted: dict[int, list[Node]] = {}
+
+    def run(self) -> list[Copied]:
+        order = sorted((number for number, (_, fused) in enumerate(self.kernels) if fused),
+                       key=lambda number: self.place[self.kernels[number][0][0]])
+        made = [one for one in map(self._kernel, order) if one is not None]
+        nodes: list[Node] = []
+        for position, node in enumerate(self.graph.nodes):
+            nodes += self.inserted.get(position, ())
+            nodes.append(node)
+        self.graph.nodes = nodes
+        return made
+
+    def _kernel(self, number: int) -> Copied | None:
+        nodes = self.kernels[number][0]
+        if any(self.home[node] != number for node in nodes):
+            return None  # lists of tensors, in several kernels at once
+        sinks, fixed = self._operands(nodes, number)
+        if not sinks:
+            return None
+        space = Space.of(nodes)
+        end = max(self.place[node] for node in nodes)
+        network = self._network(sinks, fixed, space, number, end)
+        cut = min_cut(network.capacity, network.after, network.sources, sinks)
+        if cut is None or sum(network.capacity[one] for one in sinks) - sum(network.capacity[one] for one in cut) < LEAST:
+            return None
+        users = [node for node in nodes if any(read.value in sinks and read.value not in cut for read in node.reads)]
+        begin = min(self.place[user] for user in users)
+        if not self._fits(cut, [one for one in sinks if one not in cut], number, begin):
+            return None
+        for value in cut:
+            self.kept_until[value] = max(self._kept_until(value), end)
+        return self._copy(users, sinks, cut, begin)
+
+    def _operands(self, nodes: Sequence[Node], number: int) -> tuple[list[Value], set[Value]]:
+        """What other kernels write for this one: values that copies might stand for, and all the rest that it reads."""
+        sinks: dict[Value, None] = {}
+        fixed: set[Value] = set()
+        for node in nodes:
+            for read in node.reads:
+                maker = read.value.producer
+                if maker is None or self.home.get(maker) != number:
+                    plain = maker is not None and is_cheap(maker) and self._fused(maker) and sees_all(read, maker)
+                    if plain:
+                        sinks[read.value] = None
+                    else:
+                        fixed.add(read.value)
+            fixed.update(write.base for write in node.writes if write.base is not None)
+        return [value for value in sinks if value not in fixed], fixed
+
+    def _network(self, sinks: Sequence[Value], fixed: set[Value], space: Space, number: int, end: int) -> Network:
+        found = Network()
+        waiting = list(sinks)
+        while waiting:
+            value = waiting.pop()
+            if value in found.capacity:
+                continue
+            found.capacity[value] = self._cost(value, value in fixed, value in sinks, number, end)
+            maker = value.producer
+            if maker is None or len(found.capacity) > WIDEST or not (self._fused(maker) and is_cheap(maker) and space.holds(maker)):
+                found.sources.append(value)
+                continue
+            for read in maker.reads:
+                found.after.setdefault(read.value, []).append(value)
+                waiting.append(read.value)
+                if read.value.producer is not None and not sees_all(read, read.value.producer):
+                    found.sources.append(read.value)
+        return found
+
+    def _cost(self, value: Value, fixed: bool, sink: bool, number: int, end: int) -> int:
+        """Bytes that move if the kernel reads ``value``, beyond what moves if nobody does for this kernel."""
+        newer = self.newer.get(value)
+        if fixed:
+            return 0
+        if newer is not None and newer.producer is not None and self.place[newer.producer] <= end:
+            return NEVER  # overwritten by then
+        size = value.buffer.nbytes
+        outside = self._readers(value)
+        if sink:
+            shared = value.buffer.live or any(other < 0 or not self.kernels[other][1] for other in outside)
+            return size if shared else size + size // max(len(outside), 1)
+        return size if outside or value.buffer.live or value.producer is None or not self._fused(value.producer) else 2 * size
+
+    def _readers(self, value: Value) -> set[int]:
+        """The kernels that read ``value``, but the one that makes it."""
+        own = self.home.get(value.producer, -2) if value.producer is not None else -2
+        return {self.home.get(user, -1) for user in value.users} - {own}
+
+    def _fused(self, node: Node) -> bool:
+        home = self.home.get(node, -1)
+        return home >= 0 and self.kernels[home][1]
+
+    def _fits(self, cut: set[Value], gone: Sequence[Value], number: int, begin: int) -> bool:
+        """Are no more bytes kept for longer than are let go earlier?"""
+        longer = sum(one.buffer.nbytes for one in cut if not one.buffer.live and self._kept_until(one) < begin)
+        others = [one for one in gone if not one.buffer.live and all(
+            self.place[user] < begin for user in one.users if self.home.get(user) != number)]
+        return longer <= sum(one.buffer.nbytes for one in others)
+
+    def _kept_until(self, value: Value) -> int:
+        own = max((self.place[user] for user in value.users if user in self.place), default=-1)
+        return max(own, self.kept_until.get(value, -1))
+
+    def _copy(self, users: list[Node], sinks: Sequence[Value], cut: set[Value], begin: int) -> Copied:
+        makers: dict[Node, None] = {}
+        waiting = [one for one in sinks if one not in cut]
+        while waiting:
+            maker = waiting.pop().producer
+            assert maker is not None
+            if maker not in makers:
+                makers[maker] = None
+                waiting += [read.value for read in maker.reads if read.value not in cut]
+        instead: dict[Value, Value] = {}
+        copies: list[Node] = []
+        for maker in sorted(makers, key=self.place.__getitem__):
+            copies.append(clone(self.graph, maker, {old: new for old, new in instead.items() if old not in cut}))
+            copies[-1].segment, copies[-1].stage, copies[-1].index = users[0].segment, users[0].stage, users[0].index
+            instead.update(zip((write.value for write in maker.writes), (write.value for write in copies[-1].writes)))
+        mine = {old: new for old, new in instead.items() if old in sinks and old not in cut}
+        for user in users:
+            redirect(user, mine)
+        self.inserted.setdefault(begin, []).extend(copies)
+        return Copied(copies, users, mine)
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """How many elements a kernel runs over, how many results its reductions have, and whether it has any."""
+
+    numel: int
+    kept: frozenset[int]
+    reduces: bool
+
+    @staticmethod
+    def of(nodes: Sequence[Node]) -> Space:
+        rows = [node for node in nodes if info(node.target).kind in (*_ROWS, "loss")]
+        sizes = [part.layout.numel for node in nodes for part in (*node.reads, *node.writes)]
+        return Space(max(sizes), frozenset(write.layout.numel for node in rows for write in node.writes), bool(rows))
+
+    def holds(self, node: Node) -> bool:
+        """May a copy of ``node`` share the kernel?"""
+        largest = max(part.layout.numel for part in (*node.reads, *node.writes))
+        if info(node.target).kind in _ROWS:
+            return self.reduces and largest == self.numel
+        return node.writes[0].layout.numel in (self.numel, *self.kept)
+
+
+def is_cheap(node: Node) -> bool:
+    """Elementwise ops, casts, fills and reductions of rows, which give the same bits again and fill new memory."""
+    row = info(node.target)
+    if node.effects or not node.writes or row.random or row.hidden_writes or split(node.target)[0] != "aten":
+        return False
+    if not all(write.base is None and write.layout.covers(write.value.buffer.nbytes) for write in node.writes):
+        return False
+    if row.kind in _ROWS:
+        return node.reads[0].layout.is_contiguous and reduces_rows(node)
+    return row.kind in _ELEMENTWISE or row.name in _COPIES
+
+
+def reduces_rows(node: Node) -> bool:
+    """Does each result depend on neighbouring elements only, and are there several?"""
+    full, outs = node.reads[0].layout, [write.layout for write in node.writes]
+    dims = {"softmax": node.args[1:2], "normalization": ()}.get(info(node.target).kind)
+    if dims is not None:
+        last = not dims or dims[0] in (-1, len(full.size) - 1)
+        return last and info(node.target).name in ("_softmax", "_log_softmax", "native_layer_norm")
+    kept = outs[0].size[:-1] == full.size[:-1] and len(full.size) > 1 and outs[0].numel * full.size[-1] == full.numel
+    return len(outs) == 1 and kept and outs[0].numel > 1 and info(node.target).name in ("mean", "sum", "amax", "amin")
+
+
+def sees_all(read: Operand, maker: Node) -> bool:
+    """Does ``read`` see what ``maker`` wrote, element after element?"""
+    written = next(write.layout for write in maker.all_writes() if write.value is read.value)
+    return _same_elements(read.layout, written)
+
+
+def _same_elements(one: Layout, other: Layout) -> bool:
+    plain = one.is_contiguous and other.is_contiguous and one.numel == other.numel
+    return one == other or (plain and one.dtype is other.dtype and one.offset == other.offset and not one.flipped)
+
+
+def _homes(kernels: Sequence[tuple[tuple[Node, ...], bool]]) -> dict[Node, int]:
+    """The kernel of each node, -1 for one that is in several."""
+    home: dict[Node, int] = {}
+    for number, (nodes, _) in enumerate(kernels):
+        for node in nodes:
+            home[node] = -1 if node in home else number
+    return home
