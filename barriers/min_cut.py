@@ -1,7 +1,7 @@
 """The cheapest set of vertices that parts sources from sinks. Imports nothing of ours.
 
-Ford and Fulkerson's theorem with the shortest augmenting paths of Edmonds and Karp (1972), on vertices with capacities: each is two,
-with its capacity between them. Networks here have some dozens of vertices.
+Ford and Fulkerson's theorem with the shortest augmenting paths of Edmonds and Karp (1972), on vertices with capacities: each is
+two, with its capacity between them. Networks here have some dozens of vertices.
 """
 
 from __future__ import annotations

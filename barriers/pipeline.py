@@ -14,6 +14,7 @@ from barriers.passes.cse import merge_common
 from barriers.passes.dead import eliminate_dead
 from barriers.passes.fold import forward_copies
 from barriers.passes.noops import eliminate_noops
+from barriers.passes.recompute import Partition, recompute_cheap
 from ir_nodes import Graph, settings
 from ir_nodes.verify import verify
 
@@ -34,9 +35,12 @@ ORDERED_PASSES: tuple[tuple[str, Pass], ...] = (
 """On the order in which nodes will run; each with the optimisation that it belongs to."""
 
 
-def ordered_passes() -> list[Pass]:
-    """The passes over an ordered graph that the settings allow."""
-    return [step for name, step in ORDERED_PASSES if settings.enabled(name)]
+def ordered_passes(partition: Partition | None = None) -> list[Pass]:
+    """The passes over an ordered graph that the settings allow. ``partition``: tells what would share a kernel; None: nothing."""
+    def recompute(graph: Graph) -> Graph:
+        return recompute_cheap(graph, partition) if partition is not None else graph
+
+    return [step for name, step in (*ORDERED_PASSES, ("recompute", recompute)) if settings.enabled(name)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import lazy_backend  # noqa: F401  (registers the device)
 from barriers.pipeline import ordered_passes, run_passes
 from benchmarks.common import save, table
 from codegen.executable import Emit, assemble
-from codegen.fuse import plan
+from codegen.fuse import partition, plan
 from codegen.kernel import KernelStep
 from codegen.memory_plan import kernel_use, node_use
 from examples.gpt import GPT, Config
@@ -73,7 +73,7 @@ def phases(recording: Recording) -> dict[str, float]:
     gc.disable()  # as `compile_recording` does
     graph = timed("graph", lambda: to_graph(recording))
     recorded = len(graph.nodes)
-    graph = timed("passes", lambda: run_passes(run_passes(graph)[0], ordered_passes())[0])
+    graph = timed("passes", lambda: run_passes(run_passes(graph)[0], ordered_passes(partition))[0])
     made = timed("fuse", lambda: plan(graph))
     steps = [Emit(kernel_use(step) if isinstance(step, KernelStep) else node_use(step.node), (), lambda program: None)
              for step in made.steps]

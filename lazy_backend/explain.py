@@ -16,7 +16,7 @@ from codegen.combo import combine
 from codegen.executable import Emit
 from codegen.explanation import Explanation, StepFacts
 from codegen.explanation import explain as explain_plan
-from codegen.fuse import plan
+from codegen.fuse import partition, plan
 from ir_nodes import Graph
 from ir_nodes.node import Frame
 from lazy_backend import api, core, debug, flush, orders
@@ -64,7 +64,7 @@ def explain(what: torch.Tensor | Iterable[torch.Tensor] | Callable[..., Any], *a
 
 def optimised(tensors: torch.Tensor | Iterable[torch.Tensor]) -> Graph:
     """What is recorded for ``tensors``, as the engine would get it."""
-    return run_passes(debug.graph(tensors), ordered_passes())[0]
+    return run_passes(debug.graph(tensors), ordered_passes(partition))[0]
 
 
 def explained(graph: Graph) -> Explanation:

@@ -14,6 +14,7 @@ from barriers.pipeline import ordered_passes, run_passes
 from codegen import engines
 from codegen.engine import Context, EngineError
 from codegen.executable import Emit, Program, assemble
+from codegen.fuse import partition
 from ir_nodes import Graph, printer, settings
 from lazy_backend import core, holding, orders
 from lazy_backend.checks import check_orders
@@ -62,7 +63,7 @@ def compile_recording(native: ModuleType, recording: Recording, device: int) -> 
         for check in before_first_run:
             check(graph)
     if not orders.debugging():  # which runs the program's order too
-        graph, _ = run_passes(graph, ordered_passes(), check=now.verify)
+        graph, _ = run_passes(graph, ordered_passes(partition if engine_name() == "triton" else None), check=now.verify)
     if "graph" in now.debug:
         print(printer.text(graph), file=sys.stderr)
     for watch in watchers:
@@ -81,7 +82,7 @@ def compile_recording(native: ModuleType, recording: Recording, device: int) -> 
     if report is not None and orders.debugging():
         check = check_orders(graph, report, device)
         steps = [check, *steps] if check else steps
-    assemble(graph, program, steps, recorded - len(graph.nodes) - len(held.rest), temporaries)
+    assemble(graph, program, steps, recorded - sum(not node.again for node in graph.nodes) - len(held.rest), temporaries)
     return program
 
 

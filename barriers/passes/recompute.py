@@ -39,7 +39,7 @@ def recompute_cheap(graph: Graph, partition: Partition) -> Graph:
     if copied:
         home = _homes(partition(graph))
         for one in copied:
-            if len({home.get(node, -1) for node in (*one.nodes, *one.users)}) > 1:
+            if len({home[node] for node in (*one.nodes, *one.users) if node in home}) > 1:
                 one.take_back()
         eliminate_dead(graph)
     return graph
@@ -95,13 +95,14 @@ class _Recomputer:
         sinks, fixed = self._operands(nodes, number)
         if not sinks:
             return None
-        space = Space.of(nodes)
         end = max(self.place[node] for node in nodes)
-        network = self._network(sinks, fixed, space, number, end)
+        network = self._network(sinks, fixed, Space.of(nodes), end)
         cut = min_cut(network.capacity, network.after, network.sources, sinks)
         if cut is None or sum(network.capacity[one] for one in sinks) - sum(network.capacity[one] for one in cut) < LEAST:
             return None
         users = [node for node in nodes if any(read.value in sinks and read.value not in cut for read in node.reads)]
+        if not users:
+            return None
         begin = min(self.place[user] for user in users)
         if not self._fits(cut, [one for one in sinks if one not in cut], number, begin):
             return None
@@ -125,16 +126,17 @@ class _Recomputer:
             fixed.update(write.base for write in node.writes if write.base is not None)
         return [value for value in sinks if value not in fixed], fixed
 
-    def _network(self, sinks: Sequence[Value], fixed: set[Value], space: Space, number: int, end: int) -> Network:
+    def _network(self, sinks: Sequence[Value], fixed: set[Value], space: Space, end: int) -> Network:
         found = Network()
         waiting = list(sinks)
         while waiting:
             value = waiting.pop()
             if value in found.capacity:
                 continue
-            found.capacity[value] = self._cost(value, value in fixed, value in sinks, number, end)
+            found.capacity[value] = self._cost(value, value in fixed, value in sinks, end)
             maker = value.producer
-            if maker is None or len(found.capacity) > WIDEST or not (self._fused(maker) and is_cheap(maker) and space.holds(maker)):
+            cheap = maker is not None and self._fused(maker) and is_cheap(maker) and space.holds(maker)
+            if maker is None or not cheap or len(found.capacity) > WIDEST:
                 found.sources.append(value)
                 continue
             for read in maker.reads:
@@ -144,7 +146,7 @@ class _Recomputer:
                     found.sources.append(read.value)
         return found
 
-    def _cost(self, value: Value, fixed: bool, sink: bool, number: int, end: int) -> int:
+    def _cost(self, value: Value, fixed: bool, sink: bool, end: int) -> int:
         """Bytes that move if the kernel reads ``value``, beyond what moves if nobody does for this kernel."""
         newer = self.newer.get(value)
         if fixed:

@@ -1,0 +1,158 @@
+"""Cheap values are computed again where that moves fewer bytes, in the kernels that need them; numbers stay bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import execute, typed
+from hypothesis import given, settings
+
+from barriers.passes import recompute
+from barriers.passes.recompute import recompute_cheap
+from codegen.explanation import Explanation, explain
+from codegen.fuse import partition, plan
+from ir_nodes import Graph
+from ir_nodes.estimate import CUDA
+from tests import programs
+from tests.optimised import SameNumbers, assert_equals_eager
+from tests.recording import Recorder, Recording
+
+
+def recorded(program: Callable[..., Any], *inputs: torch.Tensor) -> tuple[Recording, list[torch.Tensor]]:
+    with Recorder() as recorder:
+        result = program(*inputs)
+    outs = list(result) if isinstance(result, tuple) else [result]
+    return recorder.finish([*outs, *inputs]), outs
+
+
+def facts(graph: Graph) -> Explanation:
+    return explain(graph, plan(graph), CUDA)
+
+
+def check(program: Callable[..., Any], *inputs: torch.Tensor) -> tuple[Explanation, Explanation]:
+    """What is planned without and with the pass; both give the same bits, and eager's numbers."""
+    plain, _ = recorded(program, *inputs)
+    recording, outs = recorded(program, *inputs)
+    graph = recompute_cheap(recording.graph, partition)
+    assert_equals_eager(graph, recording)
+    memory, without = execute(recording, plan(graph)), execute(plain, plan(plain.graph))
+    for value in graph.outputs():
+        assert torch.equal(memory[value.buffer.index], without[value.buffer.index])
+    for out in outs:
+        index = next(i for i, data in recording.expected.items() if data.numel() == out.untyped_storage().nbytes()
+                     and torch.equal(typed(data, out), out))
+        torch.testing.assert_close(typed(memory[index], out), out, rtol=2e-2, atol=2e-3)
+    return facts(plain.graph), facts(graph)
+
+
+def copies(program: Callable[..., Any], *inputs: torch.Tensor) -> list[str]:
+    graph = recompute_cheap(recorded(program, *inputs)[0].graph, partition)
+    return [node.name for node in graph.nodes if node.again]
+
+
+def new_gelu(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(0.8 * (x + 0.04 * torch.pow(x, 3.0))))
+
+
+def trained(forward: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """Forward and backward; gives the parameters' gradients."""
+    def program(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        return torch.autograd.grad(forward(*leaves), leaves)
+
+    return program
+
+
+def made(*sizes: tuple[int, ...]) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(size) / size[-1] ** 0.5 for size in sizes]
+
+
+def test_a_gelu_made_of_many_ops_keeps_its_operand_only() -> None:
+    before, after = check(trained(lambda x, up, down: (new_gelu(x @ up) @ down).square().sum()),
+                          *made((32, 48), (48, 64), (64, 48)))
+    assert after.kernels <= before.kernels
+    assert after.moved < 0.85 * before.moved
+    assert max(after.held) < max(before.held)
+
+
+def test_the_log_softmax_of_a_cross_entropy_never_reaches_memory() -> None:
+    def loss(x: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy((x.bfloat16() @ head.bfloat16()).float(), torch.arange(32) % 128)
+
+    before, after = check(trained(loss), *made((32, 16), (16, 128)))
+    assert after.kernels <= before.kernels
+    assert before.moved - after.moved == 32 * 128 * (4 + 4 - 2), "16-bit logits are read again instead of what was written"
+
+
+def test_a_norm_in_float32_of_16_bit_numbers_keeps_the_16_bits() -> None:
+    def norm(x: torch.Tensor, w: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = (x.bfloat16() @ w.bfloat16()).float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5)
+        return ((weight * y).bfloat16() @ w.bfloat16()).float().square().sum()
+
+    before, after = check(trained(norm), *made((64, 64), (64, 64), (64,)))
+    assert after.moved < before.moved and after.kernels <= before.kernels
+
+
+def test_swiglu_keeps_gate_and_input_only() -> None:
+    before, after = check(trained(lambda x, a, b, c: ((F.silu(x @ a) * (x @ b)) @ c).square().sum()),
+                          *made((64, 32), (32, 48), (32, 48), (48, 32)))
+    assert after.moved < before.moved
+
+
+def test_residual_streams_are_kept_for_two_operands_are_more_than_one() -> None:
+    assert copies(lambda x, w: ((x @ w + x) @ w + x) + ((x @ w + x) @ w @ w), *made((32, 32), (32, 32))) == []
+
+
+def test_what_is_overwritten_by_then_is_not_read_again() -> None:
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        h = x @ w
+        y = h.sin()
+        z = y @ w
+        h.zero_()
+        return z + y + h.sum()
+
+    assert copies(program, *made((64, 64), (64, 64))) == []
+
+
+def test_results_that_are_held_are_read() -> None:
+    def program(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = (x @ w).sin()
+        return y, (y @ w) + y
+
+    assert copies(program, *made((64, 64), (64, 64))) == []
+
+
+def test_draws_and_small_values_are_never_made_again() -> None:
+    assert copies(lambda x, w: (lambda m: (x * m) @ w + m)(torch.rand_like(x)), *made((64, 64), (64, 64))) == []
+    assert copies(lambda x, w: (lambda y: y @ w + y.sin())(x.exp()), *made((4, 4), (4, 4))) == []
+
+
+def test_copies_that_would_not_join_their_kernel_are_taken_back() -> None:
+    def apart(graph: Graph) -> list[tuple[tuple[Any, ...], bool]]:
+        return [((node,), True) for node in graph.nodes]
+
+    recording, _ = recorded(trained(lambda x, a, b: (new_gelu(x @ a) @ b).sum()), *made((32, 48), (48, 64), (64, 48)))
+    graph = recompute_cheap(recording.graph, apart)
+    assert not any(node.again for node in graph.nodes)
+    assert_equals_eager(graph, recording)
+
+
+@pytest.mark.parametrize("least", [-(10**9), 0], ids=["every cut", "every saving"])
+def test_random_programs_still_equal_eager(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recompute, "LEAST", least)
+
+    @settings(max_examples=20, deadline=None)
+    @given(programs.steps(barriers=False))
+    def run(program: list[programs.Step]) -> None:
+        tensors = programs.inputs("cpu")
+        with SameNumbers() as recorder:
+            held = programs.interpret(program, tensors)
+        recording = recorder.finish(held[::2])
+        assert_equals_eager(recompute_cheap(recording.graph, partition), recording)
+
+    run()
