@@ -139,6 +139,7 @@ class ComboWriter:
         self.lanes, self.num_warps = lanes, num_warps
         self.per = self._blocks_per_program()
         self.entries: list[tuple[str, str, KernelArg]] = []
+        self._names: set[str] = set()
         self.constants: list[tuple[str, int]] = []
         self.divisible: list[str] = []
         self._functions: dict[str, str] = {}  # the text of a lane's function to its name
@@ -188,7 +189,8 @@ class ComboWriter:
         self._lines.append("    " * indent + text)
 
     def _add(self, name: str, kind: str, argument: KernelArg, divisible: bool = False) -> str:
-        assert all(name != entry for entry, _, _ in self.entries), f"two arguments called {name}"
+        assert name not in self._names, f"two arguments called {name}"
+        self._names.add(name)
         self.entries.append((name, kind, argument))
         if divisible:
             self.divisible.append(name)

@@ -1,8 +1,9 @@
 """Turns a graph into an ordered plan of kernels and ATen calls. Imports `ir_nodes` and codegen's planning modules.
 
-One pass in recorded order: each node starts a group of its own and is merged into the groups that make or share its operands,
-where `codegen.group.can_fuse` allows. Groups carry a level that rises along every dependency; a merge must keep that so,
-which is a local test and excludes cycles.
+First in recorded order: each node starts a group of its own and is merged into the groups that make its operands, where
+`codegen.group.can_fuse` allows. Then in rounds, the best pairs of groups first (`codegen.rounds`), those that only read the same
+among them. Groups carry a level that rises along every dependency; a merge must keep that so, which is a local test and excludes
+cycles.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from codegen.instructions import Part
 from codegen.kernel import ExternStep, KernelStep, Plan, Refusal
 from codegen.lower import lower
 from codegen.pulled import nothing_known
+from codegen.rounds import pairs
 from codegen.tuning import HOPPER, Tuning
+from ir_nodes import settings
 from ir_nodes.graph import Graph
 from ir_nodes.node import Node, Value
 
 MAX_CANDIDATES = 6
 MAX_NEIGHBOURS = 256
+MAX_ROUNDS = 4
 
-LoadKey = tuple[object, ...]
 Sides = Mapping[int, tuple[int, int]]
 """For units by position (what, side): two of one ``what`` on different sides do not share a kernel."""
 
@@ -168,23 +171,24 @@ def add_dependencies(graph: Graph, units: Sequence[Unit], order: Iterable[tuple[
 
 
 def fused(units: Iterable[Unit], tuning: Tuning, sides: Sides) -> Fuser:
-    """All units placed."""
+    """All units placed and merged."""
     fuser = Fuser(tuning, sides)
     for unit in units:
         fuser.place(unit)
+    fuser.finish()
     return fuser
 
 
 class Fuser:
-    """Places units into groups one by one."""
+    """Places units into groups one by one, then looks again at what could share a kernel until nothing does."""
 
     def __init__(self, tuning: Tuning, sides: Sides) -> None:
         self.refusals: list[Refusal] = []
         self._tuning, self._sides = tuning, sides
+        self._enabled, self._horizontal = settings.enabled("fusion"), settings.enabled("horizontal")
         self._group: dict[Unit, Group] = {}
         self._all: list[Group] = []
         self._makers: dict[Value, dict[Unit, None]] = {}
-        self._readers: dict[LoadKey, Unit] = {}
 
     def groups(self) -> list[Group]:
         return [group for group in self._all if group.merged_into is None]
@@ -198,9 +202,24 @@ class Fuser:
             other.succs[group] = None
         self._group[unit] = group
         self._all.append(group)
-        if unit.part is not None:
+        if unit.part is not None and self._enabled:
             self._merge_all(unit, group)
         self._remember(unit)
+
+    def finish(self) -> None:
+        """Rounds of merging the best pairs, of which there were more to choose from once all units had a group."""
+        for _ in range(MAX_ROUNDS if self._enabled else 0):
+            refused: list[Refusal] = []
+            merged = False
+            for pair in pairs(self.groups(), self._horizontal):
+                first, second = pair.first.root(), pair.second.root()
+                reason = self._try(first, second) if first is not second else None
+                merged |= first is not second and reason is None
+                if reason is not None and not pair.vertical:  # what one makes for the other has been told
+                    refused.append(Refusal(first.units[0].node, second.units[0].node, reason))
+            if not merged:
+                self.refusals += refused
+                return
 
     def _merge_all(self, unit: Unit, group: Group) -> None:
         for maker in self._candidates(unit):
@@ -213,18 +232,16 @@ class Fuser:
                 self.refusals.append(Refusal(maker.node, unit.node, reason))
 
     def _candidates(self, unit: Unit) -> list[Unit]:
-        """Units worth sharing a kernel with: makers of the operands, latest first, then others that load the same or make another
-        part of the same value."""
+        """Units worth sharing a kernel with: makers of the operands, latest first, then who makes another part of the same
+        value. What only loads the same waits: the unit may have to go with its readers."""
         assert unit.part is not None
         loads = [access for mode, access in unit.part.accesses() if mode == "r"]
         makers = dict.fromkeys(maker for access in loads for maker in self._makers.get(access.value, ()))
         vertical = sorted(makers, key=lambda maker: (-self._group[maker].root().level, maker.position))
         if unit.node.again:  # it is there for those who follow it
             return [maker for maker in vertical if maker.node.again][:MAX_CANDIDATES]
-        overwritten = [other for other in unit.before if other.part is not None and other not in makers]
-        sharing = [self._readers[access.key] for access in loads if access.key in self._readers]
-        beside = [other for value in unit.makes for other in self._makers.get(value, ())][-1:]
-        return [*vertical, *dict.fromkeys([*sharing, *beside, *overwritten[:2]])][:MAX_CANDIDATES]
+        beside = [other for value in unit.makes for other in self._makers.get(value, ())][-1:] if self._horizontal else []
+        return list(dict.fromkeys([*vertical, *beside]))[:MAX_CANDIDATES]
 
     def _try(self, other: Group, group: Group) -> str | None:
         if len(other.succs) > MAX_NEIGHBOURS or len(other.preds) > MAX_NEIGHBOURS:
@@ -247,9 +264,6 @@ class Fuser:
     def _remember(self, unit: Unit) -> None:
         for value in unit.makes:
             self._makers.setdefault(value, {})[unit] = None
-        for mode, access in unit.part.accesses() if unit.part else ():
-            if mode == "r":
-                self._readers[access.key] = unit
 
 
 def sort_groups(groups: Sequence[Group]) -> list[Group]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import time
 from typing import Any, Callable
@@ -226,7 +227,10 @@ def test_planning_is_linear() -> None:
     spent = []
     for count in (250, 2000):
         made = plan(record(scaled, *(torch.ones(16) for _ in range(count)))[0].graph)
+        gc.collect()
+        gc.disable()  # as compiling a recording does
         start = time.process_time()
         combine(made)
         spent.append(time.process_time() - start)
-    assert spent[1] < 1.0 and spent[1] < 20 * spent[0]
+        gc.enable()
+    assert spent[1] < 1.0 and spent[1] < 20 * spent[0] + 0.1
