@@ -15,11 +15,24 @@ import torch
 
 from codegen import cuda_driver
 from codegen.cuda_driver import DriverError, Function
-from codegen.kernel import KernelArg, KernelStep, Offset, Pointer, Size, Temporary
+from codegen.kernel import ExternStep, KernelArg, KernelStep, Offset, Pointer, Size, Temporary
+from ir_nodes import call, ops
+from ir_nodes.node import Node, Operand, Value, Write
 
 _ALIGNMENT = 512  # more than any kernel is compiled to expect
 _SHARE = 2  # scratch takes at most one part in so many of the free memory
 _KINDS: dict[str, type[Any]] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float, "fp64": ctypes.c_double}
+
+
+Ready = tuple[KernelStep | ExternStep, Function | None]
+"""A launch with its kernel, or an ATen call."""
+
+
+class Raw:
+    """Memory at ``address`` as PyTorch takes it from others."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
 class Bench:
@@ -47,7 +60,7 @@ class Bench:
             cuda_driver.free(address)
         self._device.__exit__(None, None, None)
 
-    def seconds(self, contestants: Sequence[Sequence[tuple[KernelStep, Function]]], rounds: int) -> list[float]:
+    def seconds(self, contestants: Sequence[Sequence[Ready]], rounds: int) -> list[float]:
         """Median times of launches, or of launches one after the other, in turn, so that clocks that drift favour none."""
         stream = torch.cuda.current_stream()
         ready = [self._launches(contestant, stream.cuda_stream) for contestant in contestants]
@@ -63,12 +76,17 @@ class Bench:
         stream.synchronize()
         return [statistics.median(start.elapsed_time(end) for start, end in events) / 1e3 for events in timed]
 
-    def _launches(self, contestant: Sequence[tuple[KernelStep, Function]], stream: int) -> list[Callable[[], None]]:
+    def _launches(self, contestant: Sequence[Ready], stream: int) -> list[Callable[[], Any]]:
         """The launches, made once already."""
         places = memory_places([step for step, _ in contestant], self._scratch)
         cuda_driver.fill(self._scratch, self._nbytes, stream)
-        launches = [functools.partial(cuda_driver.launch, function, step.grid, arguments(step, places), stream)
-                    for step, function in contestant]
+        launches: list[Callable[[], Any]] = []
+        for step, function in contestant:
+            if isinstance(step, KernelStep) and function is not None:
+                launches.append(functools.partial(cuda_driver.launch, function, step.grid, arguments(step, places), stream))
+            elif isinstance(step, ExternStep):
+                launches.append(aten_call(step.node, lambda place: torch.as_tensor(Raw(places[place.buffer.index],
+                                                                                       place.buffer.nbytes), device="cuda")))
         for launch in launches:
             launch()
         return launches
@@ -79,7 +97,20 @@ def room(device: int) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) // _SHARE
 
 
-def scratch_bytes(steps: Sequence[KernelStep]) -> int:
+def aten_call(node: Node, memory: Callable[[Value], torch.Tensor]) -> Callable[[], Any]:
+    """The node's call on tensors in ``memory``, which gives the bytes of a value's buffer. Numbers are 1."""
+
+    def seen(place: Operand | Write) -> torch.Tensor:
+        layout = place.layout
+        return torch.empty(0, dtype=layout.dtype, device=memory(place.value).device).set_(
+            memory(place.value).untyped_storage(), layout.offset, layout.size, layout.stride)
+
+    fill = call.Fill(operand=seen, target=seen, scalar=lambda number: 1, device=torch.device("cuda"))
+    positional, keyword = call.arguments(node, fill)
+    return functools.partial(ops.overload(node.target), *positional, **keyword)
+
+
+def scratch_bytes(steps: Sequence[KernelStep | ExternStep]) -> int:
     return sum(_rounded(nbytes) for nbytes in _sources(steps).values())
 
 
@@ -88,7 +119,7 @@ def can_time(step: KernelStep) -> bool:
     return all(kind in _KINDS or kind.startswith("*") for _, kind in step.kernel.signature)
 
 
-def memory_places(steps: Sequence[KernelStep], base: int) -> dict[object, int]:
+def memory_places(steps: Sequence[KernelStep | ExternStep], base: int) -> dict[object, int]:
     """An address, from ``base`` on, for each piece of memory that the steps touch."""
     places, end = {}, base
     for source, nbytes in _sources(steps).items():
@@ -113,10 +144,17 @@ def _memory(arg: Pointer) -> object:
     return arg.source if isinstance(arg.source, Temporary) else arg.source.buffer.index
 
 
-def _sources(steps: Sequence[KernelStep]) -> dict[object, int]:
+def _sources(steps: Sequence[KernelStep | ExternStep]) -> dict[object, int]:
     """The bytes of each piece of memory."""
-    sources = {_memory(arg): arg.source for step in steps for arg in step.args if isinstance(arg, Pointer)}
-    return {key: one.nbytes if isinstance(one, Temporary) else one.buffer.nbytes for key, one in sources.items()}
+    found: dict[object, int] = {}
+    for step in steps:
+        if isinstance(step, ExternStep):
+            found.update((place.value.buffer.index, place.value.buffer.nbytes) for place in (*step.node.reads, *step.node.writes))
+            continue
+        for arg in step.args:
+            if isinstance(arg, Pointer):
+                found[_memory(arg)] = arg.source.nbytes if isinstance(arg.source, Temporary) else arg.source.buffer.nbytes
+    return found
 
 
 def _rounded(nbytes: int) -> int:

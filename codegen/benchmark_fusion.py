@@ -114,10 +114,14 @@ def closure(start: Iterable[Unit], step: Callable[[Unit], Iterable[Unit]], group
 
 def steps_of(group: Group, outside: Iterable[Value], tuning: Tuning, cut: Cut) -> list[KernelStep]:
     """The launches of a group's units alone, with what ``cut`` separates apart."""
+    sides = {position: (0, side) for position, side in cut.items()}
+    made = plan_units(copies_of(group), outside, tuning, sides)
+    return [step for step in made.steps if isinstance(step, KernelStep)]
+
+
+def copies_of(group: Group) -> list[Unit]:
+    """The group's units, waiting for one another only."""
     copies: dict[Unit, Unit] = {}
     for unit in group.units:
-        before = {copies[other]: None for other in unit.before if other in copies}
-        copies[unit] = replace(unit, before=before)
-    sides = {position: (0, side) for position, side in cut.items()}
-    made = plan_units(list(copies.values()), outside, tuning, sides)
-    return [step for step in made.steps if isinstance(step, KernelStep)]
+        copies[unit] = replace(unit, before={copies[other]: None for other in unit.before if other in copies})
+    return list(copies.values())

@@ -21,9 +21,9 @@ PlaceKey = tuple[int, Form, torch.dtype, int]
 class Step:
     """An instruction of a body. ``form`` is the address pattern over the full space (loads, stores, gathers, coords).
 
-    ``phase`` counts the reductions that must be complete before it. ``stage``: "load", "store", "gather", "expr",
-    "take", "reduce", "coord", "scalar", "size", "seed", "offset", "random" as for `codegen.instructions.Instr`. A put is a store
-    with indices behind its value.
+    ``phase`` counts the reductions that must be complete before it. ``stage``: "load", "store", "gather", "take", "factor",
+    "dot", "expr", "reduce", "coord", "scalar", "size", "seed", "offset", "random" as for `codegen.instructions.Instr`. A put is
+    a store with indices behind its value.
     """
 
     stage: str
@@ -144,6 +144,11 @@ class BodyBuilder:
             if key not in self._computed:
                 self._computed[key] = self.body.add(Step(instr.kind, instr.dtype, UNIFORM, payload=instr.payload))
             return self._computed[key]
+        if instr.kind == "factor":
+            return self.body.add(Step("factor", instr.dtype, UNIFORM, access=instr.access))
+        if instr.kind == "dot":
+            form = instr.payload.pattern  # type: ignore[attr-defined]
+            return self.body.add(Step("dot", instr.dtype, level, 0, args, form=form, kept_form=form, payload=instr.payload))
         if instr.kind == "reduce":
             return self.body.add(Step("reduce", instr.dtype, level, 0, args, instr.text))
         key = ("expr", instr.text, instr.dtype, *map(id, args))

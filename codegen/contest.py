@@ -9,16 +9,16 @@ from typing import Callable, Mapping, Sequence
 import torch
 
 from codegen import bench
-from codegen.bench import Bench
+from codegen.bench import Bench, Ready
 from codegen.cuda_driver import DriverError, Function
-from codegen.kernel import Kernel, KernelStep
+from codegen.kernel import ExternStep, Kernel, KernelStep
 from codegen.kernel_files import KernelCompileError
 from codegen.loading import load_some
 
 ROUNDS = 5
 
-Contestant = Sequence[KernelStep]
-"""Launches that run one after the other."""
+Contestant = Sequence[KernelStep | ExternStep]
+"""Launches and ATen calls that run one after the other."""
 Contest = Sequence[Contestant]
 """Contestants that do the same; the first is what would run without any measurement."""
 Times = Sequence[float | None]
@@ -45,8 +45,8 @@ def on_gpu(folder: Path, device: int) -> Timer:
         fits = [index for index, contest in enumerate(contests) if len(contest) > 1 and scratch_bytes(contest) <= room]
         if not fits or torch.cuda.is_current_stream_capturing():
             return unknown
-        launches = [step for index in fits for contestant in contests[index] for step in contestant]
-        loaded = load_some([step.kernel for step in launches], folder, device)
+        steps = [step for index in fits for contestant in contests[index] for step in contestant]
+        loaded = load_some([step.kernel for step in steps if isinstance(step, KernelStep)], folder, device)
         try:
             with Bench(device, max(scratch_bytes(contests[index]) for index in fits)) as timed:
                 for index in fits:
@@ -63,9 +63,10 @@ def scratch_bytes(contest: Contest) -> int:
 
 
 def _times(timed: Bench, contest: Contest, loaded: Mapping[Kernel, Function | KernelCompileError]) -> Times:
-    able: dict[int, list[tuple[KernelStep, Function]]] = {}
+    able: dict[int, list[Ready]] = {}
     for index, contestant in enumerate(contest):
-        ready = [(step, function) for step in contestant if isinstance(function := loaded[step.kernel], Function)]
+        found = [(step, loaded[step.kernel] if isinstance(step, KernelStep) else None) for step in contestant]
+        ready = [(step, one) for step, one in found if not isinstance(one, KernelCompileError)]
         if len(ready) == len(contestant):
             able[index] = ready
     seconds = dict(zip(able, timed.seconds(list(able.values()), ROUNDS)))

@@ -74,8 +74,9 @@ def _launch(body: Body, tile: Tile, nodes: tuple[Node, ...], scratch: Scratch) -
     source = SourceWriter(body, tile, arguments).source(name, "; ".join(node.target for node in nodes))
     signature = tuple((argument, kind) for argument, kind, _ in arguments.entries)
     blocks = tuple((f"B{i}", axis.block if axis else 1) for i, axis in enumerate(tile.axes[:2]))
+    blocks += (("BK", tile.depth),) if tile.depth else ()
     kernel = Kernel(name, source, signature, blocks, arguments.divisible(), tile.num_warps)
-    loads = [step.access.value for step in body.steps if step.stage in ("load", "gather", "take") and step.access]
+    loads = [step.access.value for step in body.steps if step.stage in ("load", "gather", "take", "factor") and step.access]
     stores = [step.access.value for step in body.steps if step.stage == "store" and step.access]
     return KernelStep(kernel, (_programs(tile), 1, 1), tuple(entry[2] for entry in arguments.entries), nodes,
                       tuple(body.elided), _sources(arguments, loads), _sources(arguments, stores),

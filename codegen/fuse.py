@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from types import MappingProxyType
-from typing import Iterable, Mapping, Sequence
+from typing import Collection, Iterable, Mapping, Sequence
 
 from codegen.body import Scratch
 from codegen.emit import emit_group
@@ -19,6 +19,7 @@ from codegen.group import Group, Unit, can_fuse, joint_level, merge, new_group
 from codegen.instructions import Part
 from codegen.kernel import ExternStep, KernelStep, Plan, Refusal
 from codegen.lower import lower
+from codegen.product import lower_product
 from codegen.pulled import nothing_known
 from codegen.rounds import pairs
 from codegen.tuning import HOPPER, Tuning
@@ -34,19 +35,23 @@ Sides = Mapping[int, tuple[int, int]]
 """For units by position (what, side): two of one ``what`` on different sides do not share a kernel."""
 
 
-def plan(graph: Graph, order: Iterable[tuple[Node, Node]] = (), tuning: Tuning = HOPPER, sides: Sides = MappingProxyType({})
-         ) -> Plan:
+def plan(graph: Graph, order: Iterable[tuple[Node, Node]] = (), tuning: Tuning = HOPPER, sides: Sides = MappingProxyType({}),
+         products: Collection[Node] = ()) -> Plan:
     """Kernels and extern calls for ``graph``, in an order that keeps data flow, overwrites and the extra edges ``order``.
 
     ``order`` holds (earlier, later) pairs that data flow does not show: collectives, segments; ``graph.nodes`` already keeps
-    them.
+    them. ``sides`` and ``products`` are what measurements have found.
     """
-    return plan_units(units_of(graph, order, tuning), graph.outputs(), tuning, sides)
+    return plan_units(units_of(graph, order, tuning, products), graph.outputs(), tuning, sides)
 
 
-def units_of(graph: Graph, order: Iterable[tuple[Node, Node]], tuning: Tuning) -> list[Unit]:
-    """Every node that is needed as units, which know what they wait for."""
+def units_of(graph: Graph, order: Iterable[tuple[Node, Node]], tuning: Tuning, products: Collection[Node] = ()) -> list[Unit]:
+    """Every node that is needed as units, which know what they wait for; ``products`` are multiplied by kernels."""
     units = needed_units(lower_all(graph, tuning), dict.fromkeys(graph.outputs()))
+    for unit in units:
+        if unit.node in products:
+            unit.part = lower_product(unit.node)
+            unit.needs, unit.makes = memory_of(unit.part, {})
     add_dependencies(graph, units, order)
     return units
 

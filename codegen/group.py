@@ -51,6 +51,7 @@ class Group:
     reduced: Reduced | None = None
     split: bool = False
     draws: bool = False
+    multiplies: bool = False
     cuts: tuple[int, ...] = ()
     kept_units: dict[Unit, None] = field(default_factory=dict)  # pointwise units placed over the kept elements
     touched: Touched = field(default_factory=dict)
@@ -86,7 +87,7 @@ def new_group(unit: Unit, level: int, tuning: Tuning) -> Group:
     if part is not None:
         group.numel, group.reduced = part.numel, part.reduced
         group.split = part.reduces and not part.waits and tuning.splits(part)
-        group.draws = part.draws
+        group.draws, group.multiplies = part.draws, part.multiplies
         group.cuts = forms.reduced_cuts(part.reduced or (), part.numel)
         absorb(group, [unit], {})
     return group
@@ -162,6 +163,8 @@ def can_fuse(left: Group, right: Group) -> Joint | str:
     joint = joint_space(left, right)
     if isinstance(joint, str):
         return joint
+    if left.multiplies + right.multiplies + (joint.reduced is not None) > 1:
+        return "a matrix product's tiles suit no other product and no reduction"
     return _memory_reason(left, right, joint) or _split_reason(left, right, joint) or joint
 
 
@@ -232,7 +235,7 @@ def merge(left: Group, right: Group, joint: Joint, level: int) -> Group:
     known = [(group.numel, group.reduced) == (joint.numel, joint.reduced) for group in (left, right)]
     left.level, left.numel, left.reduced, left.split = level, joint.numel, joint.reduced, joint.split
     left.kept_units = dict.fromkeys(joint.kept_units)
-    left.draws |= right.draws
+    left.draws, left.multiplies = left.draws or right.draws, left.multiplies or right.multiplies
     if not known[0]:
         left.cuts = forms.reduced_cuts(joint.reduced or (), joint.numel)
         left.touched, left.late, left.patterns = {}, {}, {}

@@ -100,11 +100,17 @@ class Part:
 
     def patterns(self) -> list[tuple[Form, int]]:
         """(form, level) of the indices that it computes with, which cut its space as memory accesses do."""
-        return [(i.payload, i.level) for i in self.instrs if i.kind == "coord"]  # type: ignore[misc]
+        return [(i.payload, i.level) for i in self.instrs if i.kind == "coord"] + [  # type: ignore[misc]
+            (i.payload.pattern, i.level) for i in self.instrs if i.kind == "dot"]  # type: ignore[attr-defined]
 
     @property
     def reduces(self) -> bool:
         return any(instr.kind == "reduce" for instr in self.instrs)
+
+    @property
+    def multiplies(self) -> bool:
+        """True where it is a matrix product."""
+        return any(instr.kind == "dot" for instr in self.instrs)
 
     @property
     def draws(self) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from codegen import forms
 from codegen.body import Body, Step, reduced_flags
 from codegen.instructions import FULL
+from codegen.product import Product
 from codegen.tuning import Tuning, power_of_two, snug_block
 
 Strides = dict[int, tuple[int, ...]]
@@ -45,15 +46,16 @@ class Tile:
     share: int
     num_warps: int
     stages: int = 1  # how many steps ahead the loop loads
+    depth: int = 0  # summands of a matrix product that one step of its loop takes
 
     def shape(self) -> tuple[object, ...]:
         """What two tiles of one body may differ in."""
-        return (self.axes, self.looped, self.num_warps, self.stages)
+        return (self.axes, self.looped, self.num_warps, self.stages, self.depth)
 
 
 def addressed(body: Body) -> list[Step]:
     """Steps that have an address pattern."""
-    return [step for step in body.steps if step.stage in ("load", "store", "gather", "take", "coord", "random")]
+    return [step for step in body.steps if step.stage in ("load", "store", "gather", "take", "coord", "random", "dot")]
 
 
 def lay_out(body: Body, tuning: Tuning, share: int = 0) -> Tile:
@@ -66,6 +68,9 @@ def lay_out(body: Body, tuning: Tuning, share: int = 0) -> Tile:
     dims = forms.dims_of(cuts, body.numel)
     strides = {id(step): forms.strides_over(step.form, dims) for step in steps}
     flags = reduced_flags(dims, body.reduced)
+    products = [step for step in body.steps if step.stage == "dot"]
+    if products:
+        return _product(products[0], *_merge(dims, strides, flags, [dim for dim in range(len(dims)) if dims[dim] > 1]), tuning)
     main = _main(body)
     order = sorted((dim for dim in range(len(dims)) if dims[dim] > 1),
                    key=lambda dim: (flags[dim], -strides[id(main)][dim] if main else 0, dim))
@@ -125,11 +130,24 @@ def _pointwise(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuni
     return Tile(dims, strides, axes, None, False, 0, _warps(inner * outer, tuning.pointwise_lane))
 
 
+def _product(product: Step, dims: tuple[int, ...], strides: Strides, _: tuple[bool, ...], tuning: Tuning) -> Tile:
+    """Rows on axis 0 and columns on axis 1, in the product's own order."""
+    assert isinstance(product.payload, Product)
+    rows = tuple(dim for dim, stride in enumerate(strides[id(product)]) if stride > product.payload.columns)
+    columns = tuple(dim for dim in range(len(dims)) if dim not in rows)
+    extents = [math.prod(dims[dim] for dim in axis) for axis in (rows, columns)]
+    wanted = (tuning.product_rows, tuning.product_columns)
+    blocks = [min(block, max(power_of_two(extent), 16)) for block, extent in zip(wanted, extents)]
+    axes = (Axis(rows, extents[0], blocks[0]), Axis(columns, extents[1], blocks[1]), None)
+    warps = max(1, min(8, power_of_two(blocks[0] * blocks[1] // 2048)))
+    return Tile(dims, strides, axes, None, False, 0, warps, 1, tuning.product_depth)
+
+
 def _exchanged(body: Body, dims: tuple[int, ...], strides: Strides) -> int | None:
     """The dimension that some operand runs along in memory while the tile's rows run along the last one."""
     last = len(dims) - 1
     for step in body.steps:
-        if step.access is not None and strides[id(step)][last] > 1:
+        if step.access is not None and id(step) in strides and strides[id(step)][last] > 1:
             along = [dim for dim, stride in enumerate(strides[id(step)]) if stride == 1 and dims[dim] >= 16]
             if along:
                 return along[0]

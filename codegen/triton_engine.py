@@ -22,6 +22,7 @@ from codegen.kernel import Kernel, KernelArg, KernelStep, Offset, Pointer, Scala
 from codegen.kernel_files import KernelCompileError, write_source
 from codegen.loading import load_all
 from codegen.memory_plan import kernel_use
+from codegen.templates import measured_products, with_tiles
 from codegen.triton_compile import interpret
 from codegen.tuning import HOPPER, INTERPRETER, Tuning
 from ir_nodes import Graph, settings
@@ -42,7 +43,8 @@ def triton(graph: Graph, context: Context) -> tuple[list[Emit], list[int]]:
         warm_up(context.kernel_dir)
     tuning = tuning_of(context)
     sides = measured_sides(graph, tuning, context.kernel_dir, context.device) if context.cuda else {}
-    planned = combine(plan(graph, tuning=tuning, sides=sides))
+    products = measured_products(graph, tuning, context.kernel_dir, context.device) if context.cuda else {}
+    planned = combine(with_tiles(plan(graph, tuning=tuning, sides=sides, products=products), products))
     if context.cuda:
         planned = tuned(planned, context.kernel_dir, context.device)
     kernels = list(dict.fromkeys(step.kernel for step in planned.steps if isinstance(step, KernelStep)))

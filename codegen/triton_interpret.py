@@ -50,6 +50,11 @@ class ExactBuilder(interpreter.InterpreterBuilder):
             return interpreter.TensorHandle(data.astype(interpreter._get_np_dtype(target)), target)
         return super().cast_impl(src, dst_type)
 
+    def create_dot(self, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        left, right = (widen_bfloat16(one.data) if one.dtype.scalar == tl.bfloat16 else one.data for one in (a, b))
+        product = numpy.matmul(left.astype(d.data.dtype), right.astype(d.data.dtype))
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
     def create_splat(self, ret_ty: Any, arg: Any) -> Any:
         # The base class trusts a handle's dtype, which for comparisons names what was compared.
         return interpreter.TensorHandle(numpy.full(ret_ty.shape, arg.data, dtype=arg.data.dtype), arg.dtype.scalar)

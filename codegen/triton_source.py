@@ -12,6 +12,7 @@ from codegen.addressing import IndexWriter
 from codegen.body import Body, Step
 from codegen.instructions import FULL
 from codegen.online import ONLINE, final_lines, loop_lines
+from codegen.product import Product, product_lines
 from codegen.promotion import HALF, TRITON_TYPES
 from codegen.random_source import random_lines
 from codegen.source_args import ArgumentList
@@ -69,7 +70,8 @@ class SourceWriter(IndexWriter):
         """The whole file."""
         self._prologue()
         self._passes()
-        parameters = ", ".join([*self.arguments.names(), "B0: tl.constexpr", "B1: tl.constexpr"])
+        blocks = ["B0", "B1", "BK"] if self.tile.depth else ["B0", "B1"]
+        parameters = ", ".join([*self.arguments.names(), *(f"{block}: tl.constexpr" for block in blocks)])
         return _HEADER.format(title=title) + f"@triton.jit\ndef {name}({parameters}):\n" + "\n".join(self._lines) + "\n"
 
     # Passes over the reduced dimensions
@@ -192,6 +194,10 @@ class SourceWriter(IndexWriter):
         elif step.stage == "random":
             for line in random_lines(self, step, self._name(step), *map(self._name, step.args)):
                 self._line(line)
+        elif step.stage == "dot":
+            self._multiply(step)
+        elif step.stage == "factor":
+            self._names[id(step)] = self._pointer(step)
         elif step.stage == "reduce":
             masked = self._masked(step)
             self._line(f"{self._name(step)} = tl.reduce({masked}, {self.tile.reduced_axis}, _{step.text}, keep_dims=True)")
@@ -214,6 +220,14 @@ class SourceWriter(IndexWriter):
             mask += f" & {self._name(step.args[0])}, other=0"
         where = f"{self._pointer(step)} + {offset}, mask={mask}" if offset else self._pointer(step)
         self._line(f"{self._name(step)} = tl.load({where}){widened}")
+
+    def _multiply(self, step: Step) -> None:
+        product = step.payload
+        assert isinstance(product, Product)
+        left, right = (self._name(factor) for factor in step.args)
+        strides = [self.arguments.stride(stride) for stride in (*product.left, *product.right)]
+        for line in product_lines(self._name(step), (left, right), strides, self.arguments.size("inner", product.inner)):
+            self._line(line)
 
     def _gather(self, step: Step) -> None:
         assert step.access is not None

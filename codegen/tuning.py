@@ -33,8 +33,9 @@ class Tuning:
     nothing. ``column_stages``: how many steps ahead a loop over rows loads. ``programs``: how many programs keep the machine
     busy. ``persistent``: the longest reduction held in registers. ``split_column`` and ``split_row``: the longest reduction that
     is left to one program where there are few results; ``split_numel``: below so many elements none is split.
-    ``philox_blocks``: blocks of 256 threads that the machine runs at a time, which decides the random numbers that ATen's kernels
-    draw; 0 where generators are not Philox.
+    ``product_rows``, ``product_columns``, ``product_depth``: a matrix product's block, and how many summands its loop takes at a
+    time. ``philox_blocks``: blocks of 256 threads that the machine runs at a time, which decides the random numbers that ATen's
+    kernels draw; 0 where generators are not Philox.
     """
 
     pointwise_block: int = 1024
@@ -48,6 +49,9 @@ class Tuning:
     loop_lane: int = 8
     column_stages: int = 3
     pointwise_lane: int = 8
+    product_rows: int = 128
+    product_columns: int = 128
+    product_depth: int = 64
     programs: int = 528
     split_rows: int = 32
     split_column: int = 128

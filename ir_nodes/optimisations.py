@@ -21,7 +21,7 @@ OPTIMISATIONS: dict[str, str] = {
     "tiling": "two-dimensional tiles where operands disagree on the fast axis",
     "loop_order": "a kernel walks its dimensions in the order that suits its operands",
     "combo": "small kernels that do not depend on one another share a launch",
-    "templates": "matrix products with what surrounds them in one kernel, where that measured faster",
+    "templates": "matrix products with what follows them in one kernel, where LAZYSCHED_TEMPLATES asks and it measured faster",
     "autotune": "block sizes and warps are measured, once per kernel and machine, where LAZYSCHED_AUTOTUNE asks for it",
     "parallel_compile": "kernels compile in several processes",
     "cuda_graphs": "a cached step replays as a CUDA graph",

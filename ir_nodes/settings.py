@@ -39,6 +39,7 @@ class Settings:
     disable: frozenset[str]
     autotune: bool
     benchmark_fusion: bool
+    templates: bool
     verify: bool
     frames: bool
     schedule: Path | None
@@ -147,6 +148,8 @@ _ROWS = (
          "on a GPU, measures large kernels in several block sizes when they are new to the machine", changes_code=True),
     _row("benchmark_fusion", _BOOL, "0", _bool,
          "on a GPU, measures whether reductions are faster with or without the work before and after them", changes_code=True),
+    _row("templates", _BOOL, "0", _bool,
+         "on a GPU, measures whether matrix products are faster in one kernel with what follows them", changes_code=True),
     _row("verify", _BOOL, "0", _bool, "checks the IR after each pass"),
     _row("frames", _BOOL, "1", _bool, "notes the user's source line for each op"),
     _row("schedule", "a path to a JSON file", "", _optional_path, "segments, hooks and a schedule for an unchanged program"),
