@@ -124,4 +124,6 @@ def copies_of(group: Group) -> list[Unit]:
     copies: dict[Unit, Unit] = {}
     for unit in group.units:
         copies[unit] = replace(unit, before={copies[other]: None for other in unit.before if other in copies})
+    for unit, copy in copies.items():
+        copy.followers = {copies.get(other, other): None for other in unit.followers}
     return list(copies.values())
