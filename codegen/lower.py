@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Callable
 
-from codegen import batch_norm, cross_entropy, draws, indexing, joining, normalisation, optimizers, positions, reductions
+from codegen import batch_norm, cross_entropy, draws, indexing, joining, normalisation, optimizers, pooling, positions, reductions
 from codegen.expressions import Unsupported
 from codegen.foreach import PREFIX, lower_foreach
 from codegen.instructions import Part
@@ -75,6 +75,8 @@ INDEXED: dict[str, Callable[[Node], list[Part]]] = {
 PLACED: dict[str, Callable[[Node], list[Part]]] = {
     **dict.fromkeys(("tril", "tril_", "triu", "triu_"), positions.lower_triangle),
     "arange": positions.lower_arange,
+    "max_pool2d_with_indices": pooling.lower_max_pool,
+    "max_pool2d_with_indices_backward": pooling.lower_max_pool_backward,
 }
 """Ops whose elements depend on where they stand."""
 

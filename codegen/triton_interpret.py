@@ -103,6 +103,11 @@ def _argument(value: Any, kind: str) -> Any:
     return tl.tensor(interpreter.TensorHandle(data, dtype), dtype)
 
 
+def _numbers(arg: Any) -> Any:
+    """A loop's step as a tensor, as it is when compiled: Python's int times a block size would be a constant expression."""
+    return _argument(arg, "i32") if type(arg) is int else arg
+
+
 def _type_of(name: str) -> Any:
     names = {"i": "int", "u": "uint", "fp": "fp", "bf": "bf"}
     prefix = name.rstrip("0123456789")
@@ -127,7 +132,7 @@ def interpret(kernel: Kernel, function: Callable[..., None]) -> Callable[[tuple[
         interpreter._patch_builtin(libdevice, _builder, scope)
         scope.set_attr(tl, "reduce", _reduce)
         scope.set_attr(tl, "philox", _philox)
-        scope.set_attr(JITFunction, "__call__", lambda called, *args: called.fn(*args))
+        scope.set_attr(JITFunction, "__call__", lambda called, *args: called.fn(*map(_numbers, args)))
         scope.set_attr(tl.tensor, "__index__", lambda scalar: int(scalar.handle.data.item()))  # older releases need 0-d
         semantic.builder = _builder
         try:

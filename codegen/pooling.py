@@ -1,0 +1,140 @@
+"""Lowers max pooling with its gradient. Imports torch, `ir_nodes` and codegen's lowering modules.
+
+Both look at a few places for each element that they write: a window's elements, or the windows that an element lies in. So the
+gradient needs no atomics, and sums in one order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Sequence
+
+import torch
+
+from codegen.expressions import Unsupported
+from codegen.instructions import Instr, Part
+from codegen.lowering import Lowering, arguments
+from codegen.promotion import HALF
+from codegen.reductions import operand_of
+from ir_nodes.layout import Layout
+from ir_nodes.node import Node, Operand
+
+MOST_TAPS, MOST_WINDOWS = 25, 16
+"""Larger windows, and elements that lie in more of them, would be long kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Windows along a dimension of the planes."""
+
+    kernel: int
+    stride: int
+    padding: int
+    dilation: int
+
+    @property
+    def windows(self) -> int:
+        """In how many windows an element may lie."""
+        return (self.kernel - 1) * self.dilation // self.stride + 1
+
+
+def _axes(args: dict[str, Any]) -> list[Axis]:
+    def pair(name: str) -> Sequence[int]:
+        value = args.get(name)
+        value = (value,) if isinstance(value, int) else tuple(value or ())
+        return value * 2 if len(value) == 1 else value
+
+    kernel = pair("kernel_size")
+    stride = pair("stride") or kernel
+    return [Axis(*each) for each in zip(kernel, stride, pair("padding") or (0, 0), pair("dilation") or (1, 1))]
+
+
+def _planes(layout: Layout) -> Layout:
+    """The first element of each plane."""
+    return replace(layout, size=(*layout.size[:-2], 1, 1), stride=(*layout.stride[:-2], 0, 0))
+
+
+def _take(lowering: Lowering, operand: Operand, row: Instr, column: Instr) -> Instr:
+    """The operand's element at this row and column of each plane; zero outside of it."""
+    size, stride = operand.layout.size[-2:], operand.layout.stride[-2:]
+    return lowering.take(operand, _planes(operand.layout), [(row, stride[0], size[0]), (column, stride[1], size[1])])
+
+
+def _inside(lowering: Lowering, place: Instr, extent: int) -> Instr:
+    return lowering.expr("(({0} >= 0) & ({0} < {1}))", place, lowering.size(extent, torch.int32), dtype=torch.bool)
+
+
+def _number(lowering: Lowering, row: Instr, column: Instr, width: int) -> Instr:
+    """An element's number in its plane, as the op's indices name it."""
+    return lowering.expr("{0} * {2} + {1}", row, column, lowering.size(width, torch.int32), dtype=torch.int32)
+
+
+def lower_max_pool(node: Node) -> list[Part]:
+    """max_pool2d_with_indices: the first largest element of each window, or the last that is not a number."""
+    args = arguments(node)
+    source, axes = operand_of(args["self"]), _axes(args)
+    if len(node.writes) != 2 or not source.layout.dtype.is_floating_point:
+        raise Unsupported(f"no kernel for {node.target} of {str(source.layout.dtype).removeprefix('torch.')}")
+    if axes[0].kernel * axes[1].kernel > MOST_TAPS:
+        raise Unsupported(f"a window of more than {MOST_TAPS} elements")
+    lowering = Lowering(node, node.writes[0].layout.size)
+    places = [_taps(lowering, axis, dim, extent) for axis, dim, extent in
+              zip(axes, (len(lowering.shape) - 2, len(lowering.shape) - 1), source.layout.size[-2:])]
+    best: Instr | None = None
+    where = lowering.expr("-1", dtype=torch.int32)
+    for row, row_valid in places[0]:
+        for column, column_valid in places[1]:
+            value = _take(lowering, source, row, column)
+            if best is None:
+                best = lowering.expr('float("-inf")', dtype=value.dtype)
+            text = "({0} & {1} & (({2} > {3}) | ({2} != {2}) | ({4} < 0)))"
+            better = lowering.expr(text, row_valid, column_valid, value, best, where, dtype=torch.bool)
+            best = lowering.expr("tl.where({0}, {1}, {2})", better, value, best, dtype=value.dtype)
+            number = _number(lowering, row, column, source.layout.size[-1])
+            where = lowering.expr("tl.where({0}, {1}, {2})", better, number, where, dtype=torch.int32)
+    assert best is not None
+    best.rounded = source.layout.dtype if source.layout.dtype in HALF else None
+    lowering.write(0, best)
+    lowering.write(1, where)
+    return [lowering.part]
+
+
+def _taps(lowering: Lowering, axis: Axis, dim: int, extent: int) -> list[tuple[Instr, Instr]]:
+    """Along a dimension each element of the window: its index in the input, and whether that exists."""
+    begin = lowering.expr("{0} * {1}", lowering.coord(dim), lowering.size(axis.stride, torch.int32), dtype=torch.int32)
+    taps = []
+    for number in range(axis.kernel):
+        offset = lowering.size(number * axis.dilation - axis.padding, torch.int32)
+        place = lowering.expr("{0} + {1}", begin, offset, dtype=torch.int32)
+        taps.append((place, _inside(lowering, place, extent)))
+    return taps
+
+
+def lower_max_pool_backward(node: Node) -> list[Part]:
+    """max_pool2d_with_indices_backward: the gradients of those windows whose largest element it was."""
+    args = arguments(node)
+    grad, indices, axes = operand_of(args["grad_output"]), operand_of(args["indices"]), _axes(args)
+    if len(node.writes) != 1 or axes[0].windows * axes[1].windows > MOST_WINDOWS:
+        raise Unsupported(f"elements that lie in more than {MOST_WINDOWS} windows")
+    lowering = Lowering(node, node.writes[0].layout.size)
+    rank = len(lowering.shape)
+    row, column = lowering.coord(rank - 2), lowering.coord(rank - 1)
+    mine = _number(lowering, row, column, lowering.shape[-1])
+    total: Instr | None = None
+    columns = _windows(lowering, axes[1], column)
+    for down in _windows(lowering, axes[0], row):
+        for along in columns:
+            chosen, value = (_take(lowering, operand, down, along) for operand in (indices, grad))
+            passed = lowering.expr("tl.where({0} == {1}, {2}, 0.0)", chosen, mine, value, dtype=value.dtype)
+            passed.rounded = value.rounded
+            total = passed if total is None else lowering.expr("{0} + {1}", total, passed, dtype=value.dtype)
+    assert total is not None
+    lowering.write(0, total)
+    return [lowering.part]
+
+
+def _windows(lowering: Lowering, axis: Axis, place: Instr) -> list[Instr]:
+    """Along a dimension the windows that an element may lie in, in ascending order."""
+    padding, stride = (lowering.size(number, torch.int32) for number in (axis.padding, axis.stride))
+    last = lowering.expr("({0} + {1}) // {2}", place, padding, stride, dtype=torch.int32)
+    return [lowering.expr(f"{{0}} - {back}", last, dtype=torch.int32) if back else last for back in reversed(range(axis.windows))]
