@@ -1,182 +1,269 @@
-"""How much of the GPU's copy bandwidth generated kernels reach, next to eager and torch.compile. Imports torch, triton,
-`ir_nodes`, `codegen` and the tests' recorder.
+"""How near memory-bound kernels come to the GPU's copy bandwidth: eager, torch.compile, lazysched. Imports torch,
+`benchmarks.common`, `benchmarks.kernel_cases` and, for lazysched, lazy_backend.
 
-    python benchmarks/kernels.py [--rows 16384] [--columns 8192] [--no-compile] [--only softmax] [--set stages=3]
+    python -m benchmarks.kernels [--dtype bf16] [--only softmax] [--contestants eager,compile,lazysched] [--largest]
+
+Each contestant runs in its own process. Kernels are compiled before, by several processes that fill the caches on disk. What a
+program takes is measured twice: on the GPU alone, with its launches queued behind a pause, and by the clock on the wall.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import math
+import statistics
+import subprocess
 import sys
-import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-import triton.testing
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
+from benchmarks.common import ROOT, hand_in, in_process, machine, save, table
+from benchmarks.kernel_cases import CASES, Case, Sizes, bytes_moved
+from ir_nodes import settings
 
-import recording  # noqa: E402
-
-from codegen.fuse import plan  # noqa: E402
-from codegen.kernel import KernelStep, Plan, Pointer, Scalar, Temporary  # noqa: E402
-from codegen.triton_compile import compile_kernel  # noqa: E402
-from codegen.tuning import HOPPER, Tuning  # noqa: E402
-from ir_nodes import Graph  # noqa: E402
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+MODES = {"compile": None, "max-autotune": "max-autotune-no-cudagraphs"}
+CACHED = 200 << 20  # bytes of inputs and results that no cache holds
+COMPILERS = 6  # processes that compile at a time
+SAMPLES = 1 << 16
 
 
-def record_shapes(program: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> tuple[Graph, list[Any], list[int]]:
-    """The graph, its numbers and the buffer index of each input."""
-    original = recording.bytes_of
-    recording.bytes_of = lambda tensor: torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device="meta")
-    try:
-        metas = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in inputs]
-        with recording.Recorder() as recorder:
-            indices = [recorder._buffer(meta).index for meta in metas]
-            result = program(*metas)
-        outs = list(result) if isinstance(result, (tuple, list)) else [result]
-        for tensor in outs:
-            recorder._buffer(tensor).live = True
-    finally:
-        recording.bytes_of = original
-    return recorder.recording.graph, recorder.recording.scalars, indices
+def make_inputs(case: Case, size: Sizes, dtype: torch.dtype, device: str, seed: int) -> list[Any]:
+    generator = torch.Generator("cpu" if device == "cpu" else "cuda").manual_seed(seed)
+    where = "cpu" if device == "cpu" else "cuda"
+
+    def new(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, device=where, dtype=torch.float32).normal_(generator=generator).to(dtype).to(device)
+
+    def index(bound: int, *shape: int) -> torch.Tensor:
+        return torch.randint(bound, shape, device=where, generator=generator).to(device)
+
+    return [tensor.requires_grad_() if case.trains and not number else tensor
+            for number, tensor in enumerate(case.inputs(size, new, index))]
 
 
-def launcher(made: Plan, graph: Graph, scalars: Sequence[Any], given: dict[int, torch.Tensor]) -> tuple[
-        Callable[[], None], dict[int, torch.Tensor]]:
-    """A function that launches every kernel of the plan, and the memory it works on (scratch under negative keys)."""
-    folder = Path(tempfile.mkdtemp())
-    memory = {b.index: given.get(b.index, torch.empty(0)) for b in graph.buffers}
-    for buffer in graph.buffers:
-        if buffer.index not in given:
-            memory[buffer.index] = torch.empty(buffer.nbytes, dtype=torch.uint8, device="cuda")
-    scratch = {-1 - t.id: torch.empty(t.nbytes, dtype=torch.uint8, device="cuda") for t in made.temporaries}
-    launches = []
-    for step in made.steps:
-        assert isinstance(step, KernelStep), f"{step.node}: {step.reason}"
-        handle = compile_kernel(step.kernel, folder).handle
-        args: list[Any] = []
-        for arg in step.args:
-            if isinstance(arg, Pointer):
-                base = scratch[-1 - arg.source.id] if isinstance(arg.source, Temporary) else memory[arg.source.buffer.index]
-                args.append(base.untyped_storage().data_ptr() + arg.byte_offset)
-            elif isinstance(arg, Scalar):
-                args.append(scalars[arg.index])
+def calls(case: Case, program: Callable[..., Any], barrier: Callable[[], None]) -> Callable[..., list[torch.Tensor]]:
+    """A function that runs the program, and its gradient where that is part of the case."""
+
+    def run(*inputs: Any) -> list[torch.Tensor]:
+        out = program(*inputs)
+        outs = list(out) if isinstance(out, (tuple, list)) else [out]
+        if case.trains:
+            outs += torch.autograd.grad(outs[0], inputs[0])
+            outs[0] = outs[0].detach()
+        barrier()
+        return outs
+
+    return run
+
+
+def sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Elements spread over the tensor, float64 on the CPU."""
+    flat = tensor.detach().flatten()
+    return flat[:: max(1, flat.numel() // SAMPLES)].cpu().double()
+
+
+def error(case: Case, run: Callable[..., list[torch.Tensor]], inputs: Sequence[Any]) -> float:
+    """The worst result's distance from the same program in float64, relative to its norm; NaN where it draws."""
+    if case.random:
+        return math.nan
+    exact = [x.detach().to("cuda" if torch.cuda.is_available() else "cpu") if isinstance(x, torch.Tensor) else x for x in inputs]
+    exact = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in exact]
+    if case.trains:
+        exact[0].requires_grad_()
+    wanted = calls(case, reference(case), lambda: None)(*exact)
+    worst = 0.0
+    for made, right in zip(run(*inputs), wanted):
+        left, right = sample(made), sample(right)
+        worst = max(worst, float((left - right).norm() / right.norm().clamp_min(1e-30)))
+    return worst
+
+
+def reference(case: Case) -> Callable[..., Any]:
+    """The program on float64, which does not go through float32."""
+    if case.name.startswith("cross entropy"):
+        return torch.nn.functional.cross_entropy
+    if case.name == "cast chain":
+        return lambda x: (x * 0.5) + 1.0
+    return case.program
+
+
+def gpu_seconds(run: Callable[[int], Any], count: int) -> float:
+    """Seconds of one call on the GPU, whose launches were all queued before the first one began."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(4_000_000)
+    begin.record()
+    for number in range(count):
+        run(number)
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3 / count
+
+
+def wall_seconds(run: Callable[[int], Any], count: int) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for number in range(count):
+        run(number)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / count
+
+
+def chosen(options: argparse.Namespace) -> Iterator[tuple[str, Case, Sizes, torch.dtype]]:
+    """Every (key, case, sizes, dtype) that is asked for."""
+    for name in options.dtype.split(","):
+        for case in CASES:
+            for label, size in case.shapes.items():
+                large = label not in ("small", "gpt", "odd")
+                if any(part in case.name for part in options.only.split("|")) and (large or not options.largest):
+                    yield f"{case.name}/{label}/{name}", case, size, DTYPES[name]
+
+
+def child(contestant: str, options: argparse.Namespace) -> None:
+    """Measures all cases, or with ``--part`` only compiles some of them."""
+    barrier: Callable[[], None] = lambda: None  # noqa: E731
+    device = "cuda"
+    if contestant == "lazysched":
+        import lazy_backend
+
+        barrier, device = lazy_backend.mark_step, "lazysched"
+    part, parts = (int(number) for number in options.part.split("/")) if options.part else (0, 0)
+    results: dict[str, Any] = {}
+    for number, (key, case, size, dtype) in enumerate(chosen(options)):
+        if parts and number % parts != part:
+            continue
+        program = case.program
+        if contestant in MODES:
+            torch._dynamo.reset()
+            program = torch.compile(program, mode=MODES[contestant], dynamic=False)
+        run = calls(case, program, barrier)
+        try:
+            if parts:
+                run(*make_inputs(case, size, dtype, device, 0))
             else:
-                args.append(arg.value)
-        launches.append((handle[step.grid], args + [value for _, value in step.kernel.constexprs]))
-
-    def run() -> None:
-        for launch, args in launches:
-            launch(*args)
-
-    return run, memory | scratch
+                results[key] = measured(case, run, size, dtype, device)
+        except Exception as failure:  # one contestant's failure must not cost the table
+            results[key] = {"failed": f"{type(failure).__name__}: {str(failure)[:300]}"}
+    hand_in(results)
 
 
-def milliseconds(run: Callable[[], Any]) -> float:
-    """Median time of a run on the GPU."""
-    return float(triton.testing.do_bench(run, warmup=20, rep=80, return_mode="median"))
+def measured(case: Case, run: Callable[..., list[torch.Tensor]], size: Sizes, dtype: torch.dtype, device: str) -> dict[str, Any]:
+    first = make_inputs(case, size, dtype, device, 0)
+    moved = bytes_moved(case, first)
+    wrong = error(case, run, first)
+    sets = [first] + [make_inputs(case, size, dtype, device, seed) for seed in range(1, max(1, min(8, int(CACHED / moved))))]
+    kept: list[Any] = []
+
+    def call(number: int) -> None:
+        kept[:] = [run(*sets[number % len(sets)])]
+
+    for number in range(max(3, len(sets))):
+        call(number)
+    count = 20 if moved < CACHED else 10
+    gpu = statistics.median(gpu_seconds(call, count) for _ in range(3))
+    wall = statistics.median(wall_seconds(call, count) for _ in range(3))
+    return {"gpu": gpu, "wall": wall, "bytes": moved, "error": wrong}
 
 
-def layer_norm_gradient(grad: torch.Tensor, x: torch.Tensor, w: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor) -> Any:
-    return torch.ops.aten.native_layer_norm_backward(grad, x, [x.shape[-1]], mean, scale, w, w, [True, True, True])
+def copy_bandwidth() -> float:
+    """Bytes per second of a large copy on the GPU, read and written."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
+    sink = torch.empty_like(source)
+    sink.copy_(source)
+    return 2 * source.nbytes / gpu_seconds(lambda _: sink.copy_(source), 10)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6).bfloat16() * weight
+def compile_all(contestants: Sequence[str], arguments: Sequence[str]) -> None:
+    """Fill the caches on disk, in several processes."""
+    running = []
+    for contestant in contestants:
+        many = COMPILERS if contestant in MODES else 2 if contestant == "lazysched" else 0
+        for part in range(many):
+            command = [sys.executable, "-m", "benchmarks.kernels", "--child", contestant, "--part", f"{part}/{many}", *arguments]
+            running.append(subprocess.Popen(command, cwd=ROOT, env=settings.child_environment(), stdout=subprocess.DEVNULL,
+                                            stderr=subprocess.DEVNULL))
+    for process in running:
+        process.wait()
 
 
-def gelu_gradient(grad: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    inner = torch.ops.aten.gelu_backward(grad, x)
-    return inner, inner.sum(0)
+def show(results: dict[str, dict[str, Any]], bandwidth: float) -> str:
+    """Share of the floor that each contestant reaches on the GPU, microseconds by the clock, and lazysched's error."""
+    names = list(results)
+    rows = []
+    for key in dict.fromkeys(key for found in results.values() for key in found):
+        known = {name: results[name].get(key, {}) for name in names}
+        floor = next((one["bytes"] / bandwidth for one in known.values() if "bytes" in one), math.nan)
+        cells: list[object] = [key, f"{floor * 1e6:.1f}"]
+        cells += [f"{floor / one['gpu']:.2f}" if "gpu" in one else "failed" for one in known.values()]
+        cells += [f"{one['wall'] * 1e6:.1f}" if "wall" in one else "-" for one in known.values()]
+        mine = known.get("lazysched", {})
+        cells.append(f"{mine['error']:.1e}" if "error" in mine else mine.get("failed", "-")[:60])
+        rows.append(cells)
+    header = ["case", "floor us", *names, *(f"{name} us" for name in names), "error"]
+    return table(header, rows)
 
 
-def cases(rows: int, columns: int) -> dict[str, tuple[Callable[..., Any], list[torch.Tensor], float]]:
-    """Name: program, inputs, bytes that must move."""
+def draw(path: Path, results: dict[str, dict[str, Any]], bandwidth: float) -> None:
+    """One chart: the share of copy bandwidth per kernel and contestant, for the shapes beyond 64 MiB."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plot: matplotlib is not installed", file=sys.stderr)
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
 
-    def tensor(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.randn(size, device="cuda").to(dtype)
-
-    x, y, row = tensor(rows, columns), tensor(rows, columns), tensor(columns)
-    square = tensor(8192, 8192)
-    mean, scale = tensor(rows, 1, dtype=torch.float32), tensor(rows, 1, dtype=torch.float32)
-    unit = x.nbytes
-    half = columns // 2
-    vocabulary = tensor(4096, 50257)
-    target = torch.randint(0, 50257, (4096,), device="cuda")
-    return {
-        "bias+gelu+residual": (lambda x, b, y: F.gelu(x + b) + y, [x, row, y], 3 * unit),
-        "softmax": (lambda x: x.softmax(-1), [x], 2 * unit),
-        "layernorm": (lambda x, w, b: F.layer_norm(x, (columns,), w, b), [x, row, row.clone()], 2 * unit),
-        "rmsnorm": (rms_norm, [x, row], 2 * unit),
-        "add+layernorm": (lambda x, y, w, b: (x + y, F.layer_norm(x + y, (columns,), w, b)), [x, y, row, row.clone()], 4 * unit),
-        "layernorm gradient": (layer_norm_gradient, [x, y, row, mean, scale], 3 * unit),
-        "full sum": (lambda x: x.sum(), [x], unit),
-        "row sum": (lambda x: x.sum(1), [x], unit),
-        "column sum": (lambda x: x.sum(0), [x], unit),
-        "gelu gradient+column sum": (gelu_gradient, [x, y], 3 * unit),
-        "transpose+add": (lambda x, y: x.t() + y, [square, square.clone()], 3 * square.nbytes),
-        "swiglu": (lambda x: F.silu(x[:, :half]) * x[:, half:], [x], 1.5 * unit),
-        "log-softmax mean": (lambda x: x.log_softmax(-1).mean(), [x], unit),
-        "cross entropy 4096x50257": (lambda x, t: F.cross_entropy(x, t), [vocabulary, target], 2 * vocabulary.nbytes),
-        "softmax 4096x50257": (lambda x: x.softmax(-1), [vocabulary], 2 * vocabulary.nbytes),
-        "softmax 128 columns": (lambda x: x.softmax(-1), [x.view(-1, 128)], 2 * unit),
-        "column mean of 1000": (lambda x: x.mean(1), [x.view(-1, 1024, 128)], unit),
-    }
-
-
-def distance(data: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Largest difference between storage bytes seen as ``wanted`` is, and that."""
-    made = torch.empty(0, dtype=wanted.dtype, device="cuda").set_(data.untyped_storage(), 0, wanted.shape, wanted.stride())
-    return float((made.double() - wanted.double()).abs().max())
+    keys = [key for key, one in next(iter(results.values())).items() if one.get("bytes", 0) > 64 << 20]
+    figure, axis = pyplot.subplots(figsize=(max(8, 0.42 * len(keys)), 5))
+    colours = {"eager": "#7a8ca3", "compile": "#edae49", "max-autotune": "#66a182", "lazysched": "#d1495b"}
+    for place, name in enumerate(results):
+        shares = [results[name].get(key, {}) for key in keys]
+        heights = [one["bytes"] / bandwidth / one["gpu"] if "gpu" in one else 0 for one in shares]
+        spots = [number + (place + 0.5) / len(results) * 0.8 - 0.4 for number in range(len(keys))]
+        axis.bar(spots, heights, width=0.8 / len(results), label=name, color=colours.get(name))
+    axis.axhline(0.9, color="black", linewidth=0.6, linestyle=":")
+    axis.set_xticks(range(len(keys)), keys, rotation=90, fontsize=7)
+    axis.set_ylabel("share of copy bandwidth")
+    axis.legend(ncol=len(results), fontsize=8)
+    told = machine()
+    versions = f"torch {told['torch']}, triton {told['triton']}, {told['commit']}"
+    axis.set_title(f"Memory-bound kernels: {told['gpu']}, {versions}", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    print(f"saved {path}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rows", type=int, default=16384)
-    parser.add_argument("--columns", type=int, default=8192)
-    parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--only", default="", help="part of the programs' names")
-    parser.add_argument("--set", action="append", default=[], help="codegen.tuning.Tuning instead: looped=8192,loop_lane=16")
+    parser.add_argument("--dtype", default="bf16", help="bf16, fp32, or both with a comma")
+    parser.add_argument("--only", default="", help="parts of the cases' names, with | between")
+    parser.add_argument("--contestants", default="eager,compile,lazysched")
+    parser.add_argument("--largest", action="store_true", help="only the shapes beyond the caches")
+    parser.add_argument("--child", default="")
+    parser.add_argument("--part", default="")
     options = parser.parse_args()
-    source = torch.empty(options.rows, options.columns, dtype=torch.bfloat16, device="cuda")
-    sink = torch.empty_like(source)
-    bandwidth = 2 * source.nbytes / milliseconds(lambda: sink.copy_(source))
-    print(f"copy {bandwidth / 1e9:.2f} TB/s; share of it that each program reaches")
-    print(f"{'program':28}{'kernels':>8}{'eager':>9}{'compile':>9}{'lazysched':>11}  error, then each variant of the tuning")
-    for name, (program, inputs, moved) in cases(options.rows, options.columns).items():
-        if not any(part in name for part in options.only.split("|")):
-            continue
-        peers = [milliseconds(lambda p=program, i=inputs: p(*i))]
-        if not options.no_compile:
-            compiled = torch.compile(program)
-            peers.append(milliseconds(lambda c=compiled, i=inputs: c(*i)))
-        made = [measure(program, inputs, tuning(text)) for text in ("", *options.set)]
-        shares = [f"{moved / time / bandwidth:9.2f}" for time in peers] + [" " * 9] * (2 - len(peers))
-        ours = [f"{moved / time / bandwidth:11.2f}  {error:.1g}" for _, time, error in made]
-        print(f"{name:28}{made[0][0]:8}" + "".join(shares + ours), flush=True)
-
-
-def tuning(text: str) -> Tuning:
-    """The tuning with what ``text`` ("looped=8192,loop_lane=16") changes."""
-    changes = {key: int(value) for key, _, value in (item.partition("=") for item in text.split(",") if item)}
-    return dataclasses.replace(HOPPER, **changes)
-
-
-def measure(program: Callable[..., Any], inputs: Sequence[torch.Tensor], how: Tuning) -> tuple[int, float, float]:
-    """Number of kernels, milliseconds, and the error against eager."""
-    graph, scalars, indices = record_shapes(program, inputs)
-    made = plan(graph, tuning=how)
-    run, memory = launcher(made, graph, scalars, dict(zip(indices, inputs)))
-    wanted = program(*inputs)
-    first = wanted[0] if isinstance(wanted, (tuple, list)) else wanted
-    run()
-    error = min(distance(memory[v.buffer.index], first) for v in graph.outputs()
-                if v.buffer.nbytes == first.untyped_storage().nbytes())
-    return len(made.steps), milliseconds(run), error
+    if options.child:
+        child(options.child, options)
+        return
+    contestants = options.contestants.split(",")
+    arguments = ["--dtype", options.dtype, "--only", options.only, *(["--largest"] if options.largest else [])]
+    start = time.perf_counter()
+    compile_all(contestants, arguments)
+    print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
+    bandwidth = copy_bandwidth()
+    print(f"copy: {bandwidth / 1e12:.2f} TB/s", flush=True)
+    results = {}
+    for name in contestants:
+        results[name] = in_process("benchmarks.kernels", name, arguments)
+        print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
+    print(show(results, bandwidth))
+    path = save("kernels", {"copy": bandwidth, "dtype": options.dtype, "cases": results})
+    draw(path.with_suffix(".png"), results, bandwidth)
 
 
 if __name__ == "__main__":

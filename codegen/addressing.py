@@ -17,6 +17,7 @@ class IndexWriter:
         self._lines: list[str] = []
         self._indent = 1
         self._starts: dict[int, str] = {}  # where this program's block of each axis begins
+        self._inside = False  # True in a block that lies within its row, where axis 1 needs no mask
 
     def _line(self, text: str) -> None:
         self._lines.append("    " * self._indent + text)
@@ -38,7 +39,8 @@ class IndexWriter:
         self._line("pid = tl.program_id(0)" + (".to(tl.int64)" if self.arguments.wide else ""))
         reduced = self.tile.reduced_axis
         if reduced is None and self.tile.axes[0] is not None:
-            self._line(f"across = ({self._extent(1)} + B1 - 1) // B1")
+            over = f" + {self.tile.peel - 1}" if self.tile.peel else ""
+            self._line(f"across = ({self._extent(1)}{over} + B1 - 1) // B1")
             self._line("row = pid // across")
             if self.tile.axes[2] is not None:
                 self._line(f"down = ({self._extent(0)} + B0 - 1) // B0")
@@ -46,10 +48,20 @@ class IndexWriter:
                 self._line("row = row % down")
                 self._split(2)
             self._index(0, "row * B0")
-            self._index(1, "(pid % across) * B1")
+            if self.tile.peel:
+                self._align("row")
+                self._line("begin = (pid % across) * B1")
+            else:
+                self._index(1, "(pid % across) * B1")
             return
         if reduced is None:
             self._index(1, "pid * B1")
+            return
+        if self.tile.mixed:
+            chunk = self.arguments.size("share_extent", self.tile.share)
+            self._line(f"begin = pid * {chunk}")
+            self._line(f"end = tl.minimum(begin + {chunk}, {self._extent(0)})")
+            self._index(1, "")
             return
         kept = 1 - reduced
         if self.tile.share:
@@ -61,14 +73,33 @@ class IndexWriter:
             self._line(f"end = tl.minimum(begin + {chunk}, {self._extent(reduced)})")
             return
         self._index(kept, f"pid * B{kept}")
+        self._align("pid")
         if not self.tile.looped:
             self._index(reduced, "")
+
+    def _align(self, row: str) -> None:
+        """Where rows start off 16-byte boundaries: how far the program's ``row`` does, and the boundary before."""
+        if self.tile.peel > 1:
+            stride = self.arguments.stride(self.tile.row)
+            self._line(f"shift = ({row} * {stride}) % {self.tile.peel}  # rows start off 16-byte boundaries")
+            self._line(f"base = (i0 * {stride}) // {self.tile.peel} * {self.tile.peel}")
+
+    def _shifted(self, sign: str) -> str:
+        return f"{sign}shift" if self.tile.peel > 1 else ""
 
     def _index(self, number: int, start: str, end: str = "") -> None:
         """Define the axis's index, its mask and the index along each of its dimensions."""
         self._starts[number] = start
-        self._line(f"i{number} = " + (f"{start} + " if start else "") + self._arange(number))
-        self._line(f"m{number} = i{number} < {end or self._extent(number)}")
+        peeled = self.tile.peel > 1 and number == 1
+        if peeled and self._inside:
+            self._line(f"at = {start} + {self._arange(1)}")
+            self._line("i1 = at - shift")
+        else:
+            begin = f"{start} - shift" if peeled else start
+            self._line(f"i{number} = " + (f"{begin} + " if begin else "") + self._arange(number))
+        if not (self._inside and number == 1) and not (self.tile.peel and number == 0):
+            bound = f"i{number} < {end or self._extent(number)}"
+            self._line(f"m{number} = " + (f"(i1 >= 0) & ({bound})" if peeled else bound))
         self._split(number)
 
     def _split(self, number: int) -> None:
@@ -155,10 +186,18 @@ class IndexWriter:
                 if self.tile.axes[number] is not None:
                     terms.setdefault(number, [f"i{number} * 0"])
         offset = " + ".join(term for number in sorted(terms) for term in terms[number])
-        return offset, " & ".join(f"m{number}" for number in sorted(terms) if number < 2)
+        if self._inside and self.tile.peel > 1 and self.tile.follows(step):
+            offset = "base + at"
+        return offset, " & ".join(f"m{number}" for number in sorted(terms) if self._guarded(number))
+
+    def _guarded(self, number: int) -> bool:
+        """True where an index along the axis may lie outside."""
+        return number == 1 and not self._inside or number == 0 and not self.tile.peel
 
     def _store_axes(self, step: Step) -> list[int]:
         """Axes that a store's pointer block must have, so that it can take the value's shape."""
+        if step.across:
+            return [1]
         if self.tile.reduced_axis is not None and step.level == KEPT:
             return [self._kept_axis()]
         return [number for number in (0, 1) if self.tile.axes[number] is not None and not self._terms(step)]

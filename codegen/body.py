@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from codegen import forms
+from codegen import forms, mixing
 from codegen.forms import Form, Reduced
-from codegen.group import Group, Unit
+from codegen.group import Group, Unit, level_in
 from codegen.instructions import FULL, KEPT, UNIFORM, Instr, MemAccess
 from codegen.kernel import Temporary
 from ir_nodes.node import Buffer, Value
@@ -37,6 +37,7 @@ class Step:
     kept_form: Form = ()  # the same over the kept elements only, for steps at that level
     payload: object = None
     partial: bool = False  # a store of one program's share of a split reduction
+    across: bool = False  # a column's number where rows are reduced, too
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +50,7 @@ class Body:
     stored: list[Value] = field(default_factory=list)
     elided: list[Value] = field(default_factory=list)
     column: bool = False
+    mixed: bool = False  # columns are reduced beside the rows
 
     @property
     def kept(self) -> int:
@@ -64,6 +66,7 @@ class Body:
             step.phase = max(arg.phase for arg in step.args) + (step.stage == "reduce")
         if step.stage == "expr" and step.args:
             step.level = max(arg.level for arg in step.args)
+        step.across |= any(arg.across for arg in step.args)
         self.steps.append(step)
         return step
 
@@ -94,7 +97,7 @@ class BodyBuilder:
         """The body; ``outside``: the group's values that somebody else needs."""
         for unit in self.group.units:
             assert unit.part is not None
-            self.body.column |= unit.part.column and unit.part.reduced is not None
+            self.body.column |= unit.part.column and unit.part.reduced is not None and not self.group.crossed
             for instr in unit.part.instrs:
                 self._made[id(instr)] = self._translate(unit, instr)
         needed = {id(value.buffer) for value in outside}
@@ -112,23 +115,19 @@ class BodyBuilder:
         self.body.drop_unused()
         return self.body
 
-    def _level(self, unit: Unit, instr: Instr) -> int:
-        return min(instr.level, KEPT) if unit in self.group.kept_units else instr.level
-
-    def _full(self, form: Form, level: int) -> Form:
-        if level != KEPT:
-            return form
-        embedded = forms.embed(form, self.group.reduced or (), self.group.numel)
-        assert embedded is not None
-        return embedded
+    def _full(self, form: Form, level: int, crossed: bool = False) -> Form:
+        found = mixing.embedded(form, self.group.reduced or (), self.group.numel, crossed, FULL if level != KEPT else KEPT)
+        assert found is not None
+        return found
 
     def _translate(self, unit: Unit, instr: Instr) -> Step:
         args = tuple(self._made[id(arg)] for arg in instr.args)
-        level = self._level(unit, instr)
+        level = level_in(self.group, unit, instr.level)
+        crossed = unit in self.group.crossed
         if instr.kind == "load":
-            return self._load(instr, level, args)
+            return self._load(instr, level, args, crossed and level == KEPT)
         if instr.kind == "store":
-            return self._write(instr, args[0], level)
+            return self._write(instr, args[0], level, crossed)
         if instr.kind == "gather":
             return self._gather(instr, args[0])
         if instr.kind in ("take", "put"):
@@ -150,7 +149,7 @@ class BodyBuilder:
             form = instr.payload.pattern  # type: ignore[attr-defined]
             return self.body.add(Step("dot", instr.dtype, level, 0, args, form=form, kept_form=form, payload=instr.payload))
         if instr.kind == "reduce":
-            return self.body.add(Step("reduce", instr.dtype, level, 0, args, instr.text))
+            return self.body.add(Step("reduce", instr.dtype, level, 0, args, instr.text, across=crossed))
         key = ("expr", instr.text, instr.dtype, *map(id, args))
         if key not in self._computed:
             self._computed[key] = self.body.add(Step("expr", instr.dtype, level, 0, args, instr.text))
@@ -159,19 +158,20 @@ class BodyBuilder:
     def _place(self, access: MemAccess, form: Form) -> PlaceKey:
         return (id(access.value.buffer), form, access.dtype, access.byte_offset)
 
-    def _load(self, instr: Instr, level: int, valid: tuple[Step, ...]) -> Step:
+    def _load(self, instr: Instr, level: int, valid: tuple[Step, ...], across: bool) -> Step:
         access = instr.access
         assert access is not None
-        form = self._full(access.form, level)
+        form = self._full(access.form, level, across)
         place = self._place(access, form)
         if place in self._current:
             return self._current[place]
-        key = (place, level if self.group.split else FULL)  # a split reduction's two kernels load for themselves
+        key = (place, level if self.group.split or across else FULL)  # where there are two kernels, each loads for itself
         if key in self._loaded:
             return self._loaded[key]
         if valid:
             return self.body.add(Step("load", instr.dtype, level, 0, valid, access=access, form=form, kept_form=access.form))
-        step = Step("load", instr.dtype, self._loosest(form, level), access=access, form=form, kept_form=access.form)
+        loosest = level if across else self._loosest(form, level)
+        step = Step("load", instr.dtype, loosest, access=access, form=form, kept_form=access.form, across=across)
         self._loaded[key] = self.body.add(step)
         return self._loaded[key]
 
@@ -193,10 +193,10 @@ class BodyBuilder:
         assert merged is not None
         return merged
 
-    def _write(self, instr: Instr, value: Step, level: int) -> Step:
+    def _write(self, instr: Instr, value: Step, level: int, crossed: bool) -> Step:
         access = instr.access
         assert access is not None
-        place = self._place(access, self._full(access.form, level))
+        place = self._place(access, self._full(access.form, level, crossed))
         self._current[place] = value
         self._written.setdefault(place, []).append((access, level))
         return value

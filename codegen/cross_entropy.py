@@ -9,6 +9,7 @@ import torch
 from codegen.expressions import Unsupported
 from codegen.instructions import KEPT, Instr, Part, scratch_value
 from codegen.lowering import Lowering, arguments
+from codegen.onehot import ONE_HOT
 from codegen.reductions import divide, operand_of, reduction, write_kept
 from ir_nodes.layout import Layout
 from ir_nodes.node import Node, Operand
@@ -66,6 +67,5 @@ def lower_nll_backward(node: Node, scratch: int) -> list[Part]:
     if args.get("weight") is not None:
         weight = lowering.read(args["weight"], grad.dtype)
         grad = lowering.expr("{0} * {1}", grad, weight, dtype=grad.dtype)
-    text = "tl.where(({0} == {1}) & ({1} != {2}), -{3}, 0.0)"
-    lowering.write(0, lowering.expr(text, lowering.coord(1), index, ignored, grad, dtype=grad.dtype))
+    lowering.write(0, lowering.expr(ONE_HOT, lowering.coord(1), index, ignored, grad, dtype=grad.dtype))
     return [lowering.part]

@@ -8,10 +8,11 @@ from dataclasses import replace
 from codegen.body import Body, BodyBuilder, Scratch
 from codegen.group import Group
 from codegen.kernel import Kernel, KernelStep, Temporary
+from codegen.onehot import sum_one_hots
 from codegen.online import merge_passes
 from codegen.source_args import ArgumentList
-from codegen.split import split_body
-from codegen.tile import Tile, lay_out
+from codegen.split import mixed_body, split_body
+from codegen.tile import Tile, lay_out, mixed_blocks
 from codegen.triton_source import SourceWriter
 from codegen.tuning import Tuning
 from ir_nodes.node import Node, Value
@@ -24,18 +25,20 @@ def emit_group(group: Group, outside: set[Value], scratch: Scratch, tuning: Tuni
 
     ``outside``: the group's values that other steps or the graph's outputs need.
     """
-    body = BodyBuilder(group).build(outside)
+    body = build(group, outside)
     nodes = tuple(dict.fromkeys(unit.node for unit in group.units))
     if not body.stored:
         drawing = [unit.node for unit in group.units if unit.part is not None and unit.part.draws]
         if not drawing:
             return []
-        body = BodyBuilder(group).build({drawing[0].writes[0].value})  # dead, but the generator has to move on
+        body = build(group, {drawing[0].writes[0].value})  # dead, but the generator has to move on
+    if group.crossed:
+        return _mixed(body, nodes, scratch, tuning)
     if not group.split:
         tile = lay_out(body, tuning)
 
         def retile(changes: str) -> KernelStep | None:
-            again = BodyBuilder(group).build(outside)
+            again = build(group, outside)
             other = lay_out(again, tuning.changed(changes))
             return None if other.shape() == tile.shape() else _whole(again, other, nodes, scratch)
 
@@ -50,6 +53,21 @@ def emit_group(group: Group, outside: set[Value], scratch: Scratch, tuning: Tuni
 
     return [replace(_launch(first, tile, nodes, scratch), retile=retile_first),
             _launch(second, lay_out(second, tuning), nodes, scratch)]
+
+
+def _mixed(body: Body, nodes: tuple[Node, ...], scratch: Scratch, tuning: Tuning) -> list[KernelStep]:
+    """Rows with their columns' partial results, then the columns."""
+    share = mixed_blocks(body, tuning)[3]
+    first, second = mixed_body(body, -(-body.kept // share), nodes[0])
+    return [_launch(half, lay_out(half, tuning), nodes, scratch) for half in (first, second) if half.stored]
+
+
+def build(group: Group, outside: set[Value]) -> Body:
+    """The group's instructions, as few as will do."""
+    body = BodyBuilder(group).build(outside)
+    if not group.split:
+        sum_one_hots(body)
+    return body
 
 
 def _whole(body: Body, tile: Tile, nodes: tuple[Node, ...], scratch: Scratch) -> KernelStep:
@@ -103,7 +121,11 @@ def _name(body: Body, nodes: tuple[Node, ...]) -> str:
 def _programs(tile: Tile) -> int:
     counts = [1 if axis is None else -(-axis.extent // axis.block) for axis in tile.axes]
     if tile.reduced_axis is None:
+        counts[1] = -(-(tile.axes[1].extent + max(tile.peel - 1, 0)) // tile.axes[1].block)
         return counts[0] * counts[1] * counts[2]
+    if tile.mixed:
+        assert tile.axes[0] is not None
+        return -(-tile.axes[0].extent // tile.share)
     kept = counts[1 - tile.reduced_axis]
     axis = tile.axes[tile.reduced_axis]
     assert axis is not None

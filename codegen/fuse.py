@@ -1,7 +1,7 @@
 """Turns a graph into an ordered plan of kernels and ATen calls. Imports `ir_nodes` and codegen's planning modules.
 
 First in recorded order: each node starts a group of its own and is merged into the groups that make its operands, where
-`codegen.group.can_fuse` allows. Then in rounds, the best pairs of groups first (`codegen.rounds`), those that only read the same
+`codegen.rules.can_fuse` allows. Then in rounds, the best pairs of groups first (`codegen.rounds`), those that only read the same
 among them. Groups carry a level that rises along every dependency; a merge must keep that so, which is a local test and excludes
 cycles.
 """
@@ -12,16 +12,18 @@ import heapq
 from types import MappingProxyType
 from typing import Collection, Iterable, Mapping, Sequence
 
+from codegen import inline
 from codegen.body import Scratch
 from codegen.emit import emit_group
 from codegen.expressions import Unsupported
-from codegen.group import Group, Unit, can_fuse, joint_level, merge, new_group
+from codegen.group import Group, Unit, joint_level, merge, new_group
 from codegen.instructions import Part
 from codegen.kernel import ExternStep, KernelStep, Plan, Refusal
 from codegen.lower import lower
 from codegen.product import lower_product
 from codegen.pulled import nothing_known
 from codegen.rounds import pairs
+from codegen.rules import can_fuse
 from codegen.tuning import HOPPER, Tuning
 from ir_nodes import settings
 from ir_nodes.graph import Graph
@@ -93,6 +95,7 @@ def lower_all(graph: Graph, tuning: Tuning = HOPPER) -> list[Unit]:
     """Every node as units, in order."""
     units: list[Unit] = []
     scratch, known = 0, nothing_known()
+    recipes: inline.Recipes = {}
     for node in graph.nodes:
         try:
             parts = lower(node, scratch, tuning, known)
@@ -105,9 +108,12 @@ def lower_all(graph: Graph, tuning: Tuning = HOPPER) -> list[Unit]:
         partial = {write.value: write.base for write in node.all_writes() if write.base is not None
                    and not write.layout.covers(write.value.buffer.nbytes)}
         for part in parts:
+            if settings.enabled("recompute"):
+                inline.inline(part, recipes)
             needs, makes = memory_of(part, partial)
             units.append(Unit(len(units), node, part, "", needs, makes))
             scratch += sum(1 for value in makes if value.buffer.index < 0)
+        inline.remember(graph, node, parts, recipes)
     return units
 
 

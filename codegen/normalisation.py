@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from codegen import forms
 from codegen.expressions import function
-from codegen.instructions import Instr, Part
+from codegen.instructions import KEPT, Instr, MemAccess, Part, scratch_value
 from codegen.lowering import Lowering, Unsupported, arguments
 from codegen.promotion import HALF
 from codegen.reductions import mean_of, operand_of, reduction, write_kept
-from ir_nodes.node import Node
+from ir_nodes.layout import Layout
+from ir_nodes.node import Node, Operand
 
 
-def exp(lowering: Lowering, value: Instr) -> Instr:
-    """Exponential, as accurate as the op's result can show."""
-    rounded = lowering.part.node.writes[0].layout.dtype in HALF
+def exp(lowering: Lowering, value: Instr, rough: bool = False) -> Instr:
+    """Exponential, as accurate as the op's result can show; ``rough``: the result does not depend on its last bits."""
+    rounded = rough or lowering.part.node.writes[0].layout.dtype in HALF
     return lowering.expr(f"{function('exp', value.dtype, rounded)}({{0}})", value, dtype=value.dtype)
+
+
+def _narrow(source: Operand) -> bool:
+    """True for 16-bit floats and for what they were widened to."""
+    maker = source.value.producer
+    widened = maker is not None and maker.name == "_to_copy" and source.layout.dtype is torch.float32
+    return any(operand.layout.dtype in HALF for operand in (source, *(maker.reads if maker is not None and widened else ())))
 
 
 def lower_softmax(node: Node, scratch: int) -> list[Part]:
@@ -26,16 +37,29 @@ def lower_softmax(node: Node, scratch: int) -> list[Part]:
     value = lowering.load(source)
     highest = lowering.reduce("max", value)
     shifted = lowering.expr("{0} - {1}", value, highest, dtype=value.dtype)
-    grown = exp(lowering, shifted)
+    # A sum of exponentials of numbers with 8 bits, of which the logarithm is taken: the fast function does.
+    grown = exp(lowering, shifted, node.name == "_log_softmax" and _narrow(source))
     total = lowering.reduce("add", grown)
-    if node.name == "_softmax":
-        name = function("div", value.dtype, node.writes[0].layout.dtype in HALF)
-        result = lowering.expr(f"{name}({{0}}, {{1}})", grown, total, dtype=value.dtype)
+    if node.name == "_softmax" and node.writes[0].layout.dtype in HALF:
+        share = lowering.expr("1.0 / {0}", total, dtype=value.dtype)  # once per row; the result's rounding hides the difference
+        result = lowering.expr("{0} * {1}", grown, share, dtype=value.dtype)
+    elif node.name == "_softmax":
+        result = lowering.expr(f"{function('div', value.dtype, False)}({{0}}, {{1}})", grown, total, dtype=value.dtype)
     else:
         logarithm = lowering.expr("libdevice.log({0})", total, dtype=value.dtype)
         result = lowering.expr("{0} - {1}", shifted, logarithm, dtype=value.dtype)
+        _keep(lowering, scratch, (highest, logarithm))
     lowering.write(0, result)
     return [lowering.part]
+
+
+def _keep(lowering: Lowering, scratch: int, numbers: tuple[Instr, ...]) -> None:
+    """Leave numbers per row for `codegen.inline`; nothing is stored where nobody reads them."""
+    layout = Layout.contiguous(numbers[0].dtype, (lowering.part.kept,))
+    for index, number in enumerate(numbers):
+        value = scratch_value(scratch + index, layout.nbytes, lowering.part.node)
+        access = MemAccess(value, forms.collapse(layout.size, layout.stride), layout.dtype, 0, KEPT, 0, layout.nbytes)
+        lowering.add(Instr("store", number.dtype, KEPT, (number,), access=access))
 
 
 def lower_softmax_backward(node: Node, scratch: int) -> list[Part]:

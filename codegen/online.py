@@ -1,7 +1,7 @@
 """Merges a row's maximum and its sum of exponentials into one pass. Imports codegen's leaf modules.
 
 After "Online normalizer calculation for softmax" (Milakov and Gimelshein, 2018): the running sum is rescaled whenever the
-running maximum grows. Worth it where the row does not fit in registers, so that each pass reads memory.
+running maximum grows, here once a block. Worth it where the row does not fit in registers, so that each pass reads memory.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ def merge_passes(body: Body) -> None:
     body.drop_unused()
 
 
+def pairs(body: Body) -> list[Step]:
+    """The sums that `merge_passes` would merge with their maxima."""
+    return [step for step in body.steps if step.stage == "reduce" and step.text == "add" and _pair(step.args[0]) is not None]
+
+
 def _pair(term: Step) -> tuple[Step, Step, str] | None:
     """(value, its maximum, the exponential's name) where ``term`` is exp(value - maximum)."""
     if term.text not in _EXPONENTIALS or term.args[0].text != "{0} - {1}":
@@ -41,20 +46,17 @@ def _pair(term: Step) -> tuple[Step, Step, str] | None:
     return value, highest, term.text.removesuffix("({0})")
 
 
-def loop_lines(total: str, highest: str, value: str, exponential: str) -> list[str]:
-    """One block's share: updates the sum ``total`` and the maximum ``highest`` by ``value``, -inf where masked."""
-    return [
-        f"{total}_in = {value}",
-        f"{total}_max = tl.maximum({highest}, {total}_in, propagate_nan=tl.PropagateNan.ALL)",
-        f'{total}_base = tl.where({total}_max == float("-inf"), 0.0, {total}_max)',
-        f"{total}_acc = {total}_acc * {exponential}({highest} - {total}_base) + {exponential}({total}_in - {total}_base)",
-        f"{highest} = {total}_max",
-    ]
+def loop_lines(highest: str, value: str, sums: dict[str, str], axis: int) -> list[str]:
+    """One block's share: updates the row's maximum ``{highest}_acc`` and the lanes' ``sums`` (name: exponential) by ``value``.
 
-
-def final_lines(total: str, highest: str, exponential: str, axis: int) -> list[str]:
-    """The row's sum from its lanes' sums, which are relative to their own maxima ``{highest}_acc``."""
+    ``value`` is -inf where masked. One maximum a block, not one a lane, spares every element its second exponential.
+    """
     return [
-        f'{total}_base = tl.where({highest} == float("-inf"), 0.0, {highest})',
-        f"{total} = tl.reduce({total}_acc * {exponential}({highest}_acc - {total}_base), {axis}, _add, keep_dims=True)",
+        f"{highest}_in = {value}",
+        f"{highest}_new = tl.reduce({highest}_in, {axis}, _max, keep_dims=True)",
+        f"{highest}_new = tl.maximum({highest}_acc, {highest}_new, propagate_nan=tl.PropagateNan.ALL)",
+        f'{highest}_base = tl.where({highest}_new == float("-inf"), 0.0, {highest}_new)',
+        *(f"{name}_acc = {name}_acc * {exp}({highest}_acc - {highest}_base) + {exp}({highest}_in - {highest}_base)"
+          for name, exp in sums.items()),
+        f"{highest}_acc = {highest}_new",
     ]

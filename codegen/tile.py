@@ -8,13 +8,15 @@ dimension and all others, or one flat axis where everything is dense, or the two
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from codegen import forms
 from codegen.body import Body, Step, reduced_flags
 from codegen.instructions import FULL
+from codegen.online import pairs
 from codegen.product import Product
 from codegen.tuning import Tuning, power_of_two, snug_block
+from ir_nodes import settings
 
 Strides = dict[int, tuple[int, ...]]
 """Per step (by id) its stride along each dimension."""
@@ -36,6 +38,10 @@ class Tile:
 
     ``looped``: the reduced axis is walked block by block. ``share``: how many summands each program of a split reduction
     takes; 0 where a program sees all of them.
+
+    ``peel``: 0 where every block is masked. Otherwise a program has one row, and blocks that lie within it need no mask; above 1,
+    rows start off 16-byte boundaries and are walked in blocks that don't: so many elements lie between two boundaries. ``row``:
+    the stride from row to row of the operands that are walked so.
     """
 
     dims: tuple[int, ...]
@@ -47,10 +53,45 @@ class Tile:
     num_warps: int
     stages: int = 1  # how many steps ahead the loop loads
     depth: int = 0  # summands of a matrix product that one step of its loop takes
+    peel: int = 0
+    row: int = 0
+    mixed: bool = False  # programs walk ``share`` rows each, and sum columns beside
+
+    def follows(self, step: Step) -> bool:
+        """True where the operand's rows lie ``row`` elements apart and run along axis 1."""
+        return _walked(self.dims, self.strides[id(step)], self.axes) == self.row
 
     def shape(self) -> tuple[object, ...]:
         """What two tiles of one body may differ in."""
-        return (self.axes, self.looped, self.num_warps, self.stages, self.depth)
+        return (self.axes, self.looped, self.num_warps, self.stages, self.depth, self.peel)
+
+
+def _walked(dims: tuple[int, ...], strides: tuple[int, ...], axes: tuple[Axis | None, Axis, Axis | None]) -> int | None:
+    """The stride between rows of an operand that runs along axis 1 with stride 1; 0 where it has one row, None where neither."""
+    rows, along = axes[0], axes[1]
+    if rows is None or not along.dims or strides[along.dims[-1]] != 1:
+        return None
+    for axis in (rows, along):
+        if any(strides[a] != strides[b] * dims[b] for a, b in zip(axis.dims, axis.dims[1:])):
+            return None
+    if axes[2] is not None and any(strides[dim] for dim in axes[2].dims):
+        return None
+    return strides[rows.dims[-1]] if rows.dims else 0
+
+
+def _peel(tile: Tile, body: Body) -> Tile:
+    """The tile with the rows' ends taken off where that lets whole blocks run without masks, loading 16 bytes at a time."""
+    full = [step for step in body.steps if step.level == FULL and step.access is not None and id(step) in tile.strides]
+    rows = dict.fromkeys(_walked(tile.dims, tile.strides[id(step)], tile.axes) for step in full)
+    strides = [stride for stride in rows if stride]
+    width = 16 // min((step.access.dtype.itemsize for step in full if step.access is not None), default=16)
+    if not settings.enabled("aligned_rows"):
+        return tile
+    if any(step.stage == "random" for step in body.steps):  # these come in fours, counted from the row's first
+        return tile
+    if len(strides) == 1 and strides[0] % width:
+        return replace(tile, peel=width, row=strides[0])
+    return replace(tile, peel=1) if tile.reduced_axis is not None else tile
 
 
 def addressed(body: Body) -> list[Step]:
@@ -71,7 +112,7 @@ def lay_out(body: Body, tuning: Tuning, share: int = 0) -> Tile:
     products = [step for step in body.steps if step.stage == "dot"]
     if products:
         return _product(products[0], *_merge(dims, strides, flags, [dim for dim in range(len(dims)) if dims[dim] > 1]), tuning)
-    main = _main(body)
+    main = _main(body) if settings.enabled("loop_order") else None
     order = sorted((dim for dim in range(len(dims)) if dims[dim] > 1),
                    key=lambda dim: (flags[dim], -strides[id(main)][dim] if main else 0, dim))
     dims, strides, flags = _merge(dims, strides, flags, order)
@@ -103,31 +144,44 @@ def _merge(dims: tuple[int, ...], strides: Strides, flags: tuple[bool, ...], ord
     return merged, {key: tuple(s[run[-1]] for run in runs) for key, s in strides.items()}, tuple(flags[run[0]] for run in runs)
 
 
-def _warps(elements: int, per_lane: int) -> int:
-    return max(1, min(16, power_of_two(elements // (32 * per_lane))))
+def _warps(elements: int, per_lane: int, most: int = 16) -> int:
+    return max(1, min(most, power_of_two(elements // (32 * per_lane))))
+
+
+def _narrow(body: Body) -> bool:
+    """True where operands over the whole space have 16-bit elements or shorter ones."""
+    return any(step.access.dtype.itemsize <= 2 for step in body.steps if step.access is not None and step.level == FULL)
+
+
+def _loads(body: Body) -> int:
+    """How many operands a reduction reads element by element."""
+    return sum(step.stage == "load" and step.level == FULL for step in body.steps)
 
 
 def _pointwise(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuning) -> Tile:
     last = len(dims) - 1
+    wider = 2 if _narrow(body) and tuning.pointwise_block <= 4096 else 1
+    usual, lane = tuning.pointwise_block * wider, tuning.pointwise_lane * wider
+    block = usual if body.numel > usual * 64 else usual // 4  # few programs: smaller ones
+    if tuning.pointwise_block > 4096:
+        block = min(usual, power_of_two(body.numel))
     if len(dims) <= 1 or dims[last] < 16:
-        block = tuning.pointwise_block if body.numel > tuning.pointwise_block * 64 else min(tuning.pointwise_block, 256)
-        if tuning.pointwise_block > 4096:
-            block = min(tuning.pointwise_block, power_of_two(body.numel))
         axis = Axis(tuple(range(len(dims))), body.numel, block)
-        return Tile(dims, strides, (None, axis, None), None, False, 0, _warps(block, tuning.pointwise_lane))
+        return Tile(dims, strides, (None, axis, None), None, False, 0, _warps(block, lane))
     exchanged = _exchanged(body, dims, strides)
     if exchanged is not None:
         side = tuning.transpose_side
         rest = tuple(dim for dim in range(last) if dim != exchanged)
         square = [Axis((dim,), dims[dim], min(side, power_of_two(dims[dim]))) for dim in (exchanged, last)]
-        warps = _warps(square[0].block * square[1].block, tuning.pointwise_lane)
         outer_axis = Axis(rest, math.prod(dims[dim] for dim in rest), 1) if rest else None
+        warps = _warps(square[0].block * square[1].block, 2 * tuning.pointwise_lane)
         return Tile(dims, strides, (square[0], square[1], outer_axis), None, False, 0, warps)
-    inner = snug_block(dims[last], tuning.pointwise_block, 64)
+    inner = snug_block(dims[last], block, 64)
     outer_extent = body.numel // dims[last]
-    outer = min(max(tuning.pointwise_block // inner, 1), power_of_two(outer_extent))
+    outer = min(max(block // inner, 1), power_of_two(outer_extent))
     axes = (Axis(tuple(range(last)), outer_extent, outer), Axis((last,), dims[last], inner), None)
-    return Tile(dims, strides, axes, None, False, 0, _warps(inner * outer, tuning.pointwise_lane))
+    tile = Tile(dims, strides, axes, None, False, 0, _warps(inner * outer, lane))
+    return _peel(tile, body) if outer == 1 and inner >= tuning.peeled else tile
 
 
 def _product(product: Step, dims: tuple[int, ...], strides: Strides, _: tuple[bool, ...], tuning: Tuning) -> Tile:
@@ -146,7 +200,7 @@ def _product(product: Step, dims: tuple[int, ...], strides: Strides, _: tuple[bo
 def _exchanged(body: Body, dims: tuple[int, ...], strides: Strides) -> int | None:
     """The dimension that some operand runs along in memory while the tile's rows run along the last one."""
     last = len(dims) - 1
-    for step in body.steps:
+    for step in body.steps if settings.enabled("tiling") else ():
         if step.access is not None and id(step) in strides and strides[id(step)][last] > 1:
             along = [dim for dim, stride in enumerate(strides[id(step)]) if stride == 1 and dims[dim] >= 16]
             if along:
@@ -159,23 +213,63 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
     kept = tuple(dim for dim, flag in enumerate(flags) if not flag)
     gone = tuple(dim for dim, flag in enumerate(flags) if flag)
     column = _along_kept(body, dims, strides, flags)
-    extent, block_r, block_x, looped = body.extent, 1, 1, share > 0
+    if body.mixed:
+        return _mixed(body, dims, strides, (kept, gone), tuning)
+    extent, looped, lane = body.extent, share > 0, tuning.lane
     if not any(step.level == FULL or step.stage == "reduce" for step in body.steps):
-        block_x = min(128, power_of_two(body.kept))
+        block_r, block_x = 1, min(128, power_of_two(body.kept))
     elif column:
-        block_x = min(tuning.column_width, power_of_two(body.kept))
-        limit = max(tuning.column_tile // block_x, 1)
-        looped = looped or power_of_two(extent) > limit * 2
-        block_r = min(power_of_two(extent), limit if looped else limit * 2)
+        block_r, block_x, looped = _column_blocks(body, tuning, looped)
+        lane = tuning.loop_lane if looped else tuning.lane
     else:
-        looped = looped or power_of_two(extent) > tuning.persistent
-        block_r = min(tuning.looped if looped else tuning.persistent, power_of_two(extent))
-        block_x = min(max(tuning.tile // block_r, 1), power_of_two(body.kept))
+        block_r, looped, lane = _row_block(body, tuning, looped)
+        block_x = 1 if looped else min(max(tuning.tile // block_r, 1), power_of_two(body.kept))
     axis_x, axis_r = Axis(kept, body.kept, block_x), Axis(gone, extent, block_r)
     axes = (axis_r, axis_x, None) if column else (axis_x, axis_r, None)
-    warps = _warps(block_x * block_r, tuning.loop_lane if looped else tuning.lane)
-    stages = tuning.column_stages if looped and column else 1
-    return Tile(dims, strides, axes, 0 if column else 1, looped, share, warps, stages)
+    warps = _warps(block_x * block_r, lane, 32)
+    tile = Tile(dims, strides, axes, 0 if column else 1, looped, share, warps, tuning.stages if looped else 1)
+    return _peel(tile, body) if looped and not column and not share else tile
+
+
+def mixed_blocks(body: Body, tuning: Tuning) -> tuple[int, int, int, int]:
+    """(rows per step, a row's block, warps, rows per program) where columns are reduced beside rows."""
+    along = power_of_two(body.extent)
+    down = min(max(tuning.mixed_tile // along, 1), power_of_two(body.kept))
+    held = _loads(body) + sum(step.across and step.stage == "reduce" for step in body.steps)
+    warps = _warps(down * along, tuning.wide_lane if held <= 4 else tuning.lane)
+    programs = tuning.cores * max(8 // warps, 1)
+    return down, along, warps, -(-body.kept // (programs * down)) * down
+
+
+def _mixed(body: Body, dims: tuple[int, ...], strides: Strides, split: tuple[tuple[int, ...], tuple[int, ...]],
+           tuning: Tuning) -> Tile:
+    down, along, warps, share = mixed_blocks(body, tuning)
+    axes = (Axis(split[0], body.kept, down), Axis(split[1], body.extent, along), None)
+    width = sum(step.access.dtype.itemsize for step in body.steps if step.stage == "load" and step.level == FULL and step.access)
+    ahead = min(tuning.stages, 1 + tuning.shared_bytes // (down * along * max(width, 1)))
+    return Tile(dims, strides, axes, 1, False, share, warps, ahead, mixed=True)
+
+
+def _column_blocks(body: Body, tuning: Tuning, split: bool) -> tuple[int, int, bool]:
+    """(rows per step, columns, looped?): narrow tiles where columns are few, so that more programs share them."""
+    width = min(tuning.column_width, power_of_two(body.kept))
+    while not split and width > 16 and -(-body.kept // width) < tuning.cores:
+        width //= 2
+    limit = max(tuning.column_tile // (1 if _loads(body) < 2 else 2) // width, 1)
+    looped = split or power_of_two(body.extent) > limit * 2
+    return min(power_of_two(body.extent), limit if looped else limit * 2), width, looped
+
+
+def _row_block(body: Body, tuning: Tuning, split: bool) -> tuple[int, bool, int]:
+    """(elements per step, looped?, elements per thread) where rows are reduced."""
+    loads, extent = _loads(body), power_of_two(body.extent)
+    if not split and extent <= tuning.persistent // (1 if loads < 2 else 2):
+        highest = any(step.stage == "reduce" and step.text != "add" for step in body.steps)
+        wide = extent > tuning.short_row and _narrow(body) and loads < 2 and not highest
+        return extent, False, tuning.wide_lane if wide else tuning.lane
+    if any(pairs(body)):
+        return min(tuning.online, extent), True, tuning.online_lane
+    return min(tuning.looped, extent), True, tuning.loop_lane if loads < 2 else tuning.lane
 
 
 def _along_kept(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple[bool, ...]) -> bool:

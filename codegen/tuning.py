@@ -28,31 +28,47 @@ def snug_block(extent: int, largest: int, smallest: int) -> int:
 class Tuning:
     """Choices that depend on the machine. Block sizes are elements a program handles at a time.
 
-    ``column_width`` and ``column_tile``: results and elements per step where columns are reduced. ``lane``, ``loop_lane``:
-    elements per thread of a reduction held in registers and of one in a loop; ``pointwise_lane``: of a kernel that reduces
-    nothing. ``column_stages``: how many steps ahead a loop over rows loads. ``programs``: how many programs keep the machine
-    busy. ``persistent``: the longest reduction held in registers. ``split_column`` and ``split_row``: the longest reduction that
-    is left to one program where there are few results; ``split_numel``: below so many elements none is split.
-    ``product_rows``, ``product_columns``, ``product_depth``: a matrix product's block, and how many summands its loop takes at a
-    time. ``philox_blocks``: blocks of 256 threads that the machine runs at a time, which decides the random numbers that ATen's
-    kernels draw; 0 where generators are not Philox.
+    ``pointwise_block``: of 4-byte elements; narrower ones take twice as many, so that each thread has 32 bytes of every
+    operand in flight. ``tile``, ``lane``: elements per program and per thread where short rows are held in registers;
+    ``wide_lane``: per thread of rows longer than ``short_row`` whose elements have 16 bits. ``looped``, ``online``: elements
+    per step of a loop over rows that sums, and of one that keeps a maximum beside the sum of exponentials; ``loop_lane``,
+    ``online_lane``: per thread of them. ``column_width`` and ``column_tile``: results and elements per step where columns are
+    reduced. ``stages``: how many steps ahead loops load. ``programs``: how many programs keep the machine busy; ``cores``:
+    its multiprocessors. ``persistent``: the longest reduction held in registers. ``split_column`` and ``split_row``: the
+    longest reduction that is left to one program where there are few results; ``split_numel``: below so many elements none is
+    split. ``mixed_row``, ``mixed_rows``: the longest row and the fewest rows that are reduced together with columns,
+    ``mixed_tile``: elements per step of that, ``shared_bytes``: what its loads ahead may take of a multiprocessor's memory.
+    ``product_rows``, ``product_columns``, ``product_depth``: a matrix product's block, and how many summands its loop takes
+    at a time. ``pointwise_lane``: 4-byte elements per thread of a kernel that reduces nothing. ``philox_blocks``: blocks of
+    256 threads that the machine runs at a time, which decides the random numbers that ATen's kernels draw; 0 where generators
+    are not Philox.
     """
 
     pointwise_block: int = 1024
     tile: int = 1024
     transpose_side: int = 64
-    persistent: int = 16384
+    persistent: int = 32768
+    short_row: int = 2048
     looped: int = 4096
-    column_width: int = 64
-    column_tile: int = 2048
+    online: int = 2048
+    column_width: int = 128
+    column_tile: int = 4096
     lane: int = 16
-    loop_lane: int = 8
-    column_stages: int = 3
+    wide_lane: int = 32
+    loop_lane: int = 32
+    online_lane: int = 16
+    stages: int = 3
+    peeled: int = 256
+    mixed_row: int = 8192
+    mixed_rows: int = 512
+    mixed_tile: int = 2048
+    shared_bytes: int = 160 << 10
     pointwise_lane: int = 8
     product_rows: int = 128
     product_columns: int = 128
     product_depth: int = 64
     programs: int = 528
+    cores: int = 132
     split_rows: int = 32
     split_column: int = 128
     split_row: int = 8192
@@ -78,6 +94,6 @@ class Tuning:
 
 
 HOPPER = Tuning()
-INTERPRETER = Tuning(pointwise_block=1 << 16, transpose_side=256, tile=1 << 16, persistent=1 << 16, looped=1 << 14, programs=4,
-                     philox_blocks=0)
+INTERPRETER = Tuning(pointwise_block=1 << 16, transpose_side=256, tile=1 << 16, persistent=1 << 16, looped=1 << 14,
+                     online=1 << 14, column_width=64, column_tile=2048, programs=4, cores=1, philox_blocks=0)
 """The interpreter pays per instruction and program, not per element."""

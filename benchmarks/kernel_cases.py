@@ -1,0 +1,131 @@
+"""What `benchmarks.kernels` times: memory-bound programs, their inputs and the bytes that must move. Imports torch only.
+
+A program is an ordinary function of tensors. Backward ones are what autograd calls, or, where ``trains``, a loss whose gradient
+is asked for. The floor of each is every input read once and every result written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+aten = torch.ops.aten
+Sizes = tuple[int, ...]
+MATRIX = {"large": (16384, 8192), "odd": (8191, 5003), "gpt": (16384, 768), "small": (64, 768)}
+WIDE = {"50257": (8192, 50257), "128256": (4096, 128256), "small": (64, 1000)}
+SQUARE = {"large": (8192, 8192), "odd": (5003, 4099), "small": (64, 96)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """``inputs``: from (sizes, maker of a random tensor, maker of indices below a bound); ``streams``: how often the first
+    input's bytes move. ``trains``: the gradient of the program's result with respect to the first input is part of it."""
+
+    name: str
+    program: Callable[..., Any]
+    inputs: Callable[[Sizes, Callable[..., Tensor], Callable[..., Tensor]], Sequence[Any]]
+    streams: float
+    shapes: dict[str, Sizes]
+    trains: bool = False
+    random: bool = False
+
+
+def rms_norm(x: Tensor, w: Tensor) -> Tensor:
+    return (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * w
+
+
+def rms_norm_backward(g: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+    normal = x.float() * scale
+    inner = g.float() * w.float()
+    back = scale * (inner - normal * (inner * normal).mean(-1, keepdim=True))
+    return back.to(x.dtype), (g.float() * normal).sum(0).to(w.dtype)
+
+
+def layer_norm_backward(g: Tensor, x: Tensor, w: Tensor, mean: Tensor, scale: Tensor) -> Any:
+    return aten.native_layer_norm_backward(g, x, [x.shape[-1]], mean, scale, w, w, [True, True, True])
+
+
+def add_norm(x: Tensor, y: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + y
+    return total, F.layer_norm(total, (x.shape[-1],), w, b)
+
+
+def gelu_backward(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    inner = aten.gelu_backward(g, x)
+    return inner, inner.sum(0)
+
+
+def swiglu_backward(g: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return aten.silu_backward(g * up, gate), g * F.silu(gate)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+
+
+def cast_chain(x: Tensor) -> Tensor:
+    return ((x.float() * 0.5).to(torch.bfloat16).float() + 1.0).to(x.dtype)
+
+
+def cross_entropy(x: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(x.float(), target)
+
+
+def _rows(*, vectors: int = 0, tensors: int = 1) -> Callable[..., Sequence[Any]]:
+    return lambda size, new, _: [*(new(*size) for _ in range(tensors)), *(new(size[-1]) for _ in range(vectors))]
+
+
+def _statistics(size: Sizes, new: Callable[..., Tensor], _: Any) -> Sequence[Any]:
+    exact = {"dtype": torch.float32}
+    return [new(*size), new(*size), new(size[-1]), new(size[0], 1, **exact), new(size[0], 1, **exact).abs() + 0.5]
+
+
+def _rotary(size: Sizes, new: Callable[..., Tensor], _: Any) -> Sequence[Any]:
+    return [new(size[0] // 64, 16, 64, 128), new(1, 1, 64, 128), new(1, 1, 64, 128)]
+
+
+def _targets(size: Sizes, new: Callable[..., Tensor], index: Callable[..., Tensor]) -> Sequence[Any]:
+    return [new(*size), index(size[-1], size[0])]
+
+
+CASES = [
+    Case("bias+gelu+residual", lambda x, y, b: F.gelu(x + b) + y, _rows(vectors=1, tensors=2), 3, MATRIX),
+    Case("softmax", lambda x: x.softmax(-1), _rows(), 2, MATRIX | {"50257": WIDE["50257"]}),
+    Case("layer norm", lambda x, w, b: F.layer_norm(x, (x.shape[-1],), w, b), _rows(vectors=2), 2, MATRIX),
+    Case("rms norm", rms_norm, _rows(vectors=1), 2, MATRIX),
+    Case("add+norm", add_norm, _rows(vectors=2, tensors=2), 4, MATRIX),
+    Case("swiglu", lambda x, y: F.silu(x) * y, _rows(tensors=2), 3, MATRIX),
+    Case("rotary", rotary, _rotary, 2, {"large": (65536, 128), "small": (64, 128)}),
+    Case("cross entropy", cross_entropy, _targets, 1, WIDE),
+    Case("full sum", lambda x: x.sum(), _rows(), 1, MATRIX),
+    Case("row+column sums", lambda x: (x.sum(0), x.sum(1)), _rows(), 1, MATRIX),
+    Case("column sum", lambda x: x.sum(0), _rows(), 1, MATRIX),
+    Case("transpose+add", lambda x, y: x.t() + y, lambda s, new, _: [new(s[1], s[0]), new(*s)], 3, SQUARE),
+    Case("dropout+add", lambda x, y: F.dropout(x, 0.1) + y, _rows(tensors=2), 3, MATRIX, random=True),
+    Case("embedding", lambda i, w: F.embedding(i, w), lambda s, new, index: [index(50257, s[0] * 8), new(50257, 768)], 0,
+         {"large": (16384, 768), "small": (16, 768)}),
+    Case("cast chain", cast_chain, _rows(), 2, MATRIX),
+    Case("group norm", lambda x: F.group_norm(x, 32), lambda s, new, _: [new(s[0], 256, 32, 32)], 2,
+         {"large": (256, 1), "small": (2, 1)}),
+    Case("layer norm backward", layer_norm_backward, _statistics, 3, MATRIX),
+    Case("rms norm backward", rms_norm_backward, _rows(vectors=1, tensors=2), 3, MATRIX),
+    Case("softmax backward", lambda g, y: aten._softmax_backward_data(g, y, -1, y.dtype), _rows(tensors=2), 3, MATRIX),
+    Case("cross entropy fwd+bwd", cross_entropy, _targets, 3, WIDE, trains=True),
+    Case("gelu+bias backward", gelu_backward, _rows(tensors=2), 3, MATRIX),
+    Case("swiglu backward", swiglu_backward, _rows(tensors=3), 5, MATRIX),
+]  # fmt: skip
+
+
+def bytes_moved(case: Case, inputs: Sequence[Any]) -> float:
+    """The floor: bytes that any implementation reads and writes."""
+    if case.name == "embedding":
+        index, weight = inputs
+        return index.nbytes + 2 * index.numel() * weight.shape[1] * weight.element_size()
+    return case.streams * inputs[0].nbytes

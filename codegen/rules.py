@@ -1,0 +1,128 @@
+"""Which groups may share a kernel: early returns, each with its reason. Imports codegen's leaf modules and `ir_nodes`.
+
+A kernel's programs run in no order, so within one kernel an element may be written and read only by the program that owns
+it. Hence the one rule on memory: two accesses of a group that overlap, one of them a write, must visit the same elements in
+the same order. Everything else is about one common iteration space and about size.
+"""
+
+from __future__ import annotations
+
+from codegen import forms, mixing
+from codegen.footprint import Footprint
+from codegen.forms import Form
+from codegen.group import MAX_DIMS, MAX_NODES, MAX_OPERANDS, Group, Joint, Touched
+from codegen.instructions import KEPT
+
+
+def joint_space(left: Group, right: Group) -> Joint | str:
+    """One iteration space for both groups, or why there is none."""
+    if left.reduced is None and right.reduced is not None:
+        left, right = right, left
+    kept, crossed = (*left.kept_units, *right.kept_units), (*left.crossed, *right.crossed)
+    split = left.split or right.split
+    if mixing.can_mix(left, right):
+        rows, columns = (left, right) if left.reduced and left.reduced[0][0] == 1 else (right, left)
+        crossed = (*rows.crossed, *mixing.column_units(columns))
+        return Joint(rows.numel, rows.reduced, tuple(rows.kept_units), False, crossed)
+    if right.reduced is not None:
+        if left.reduced != right.reduced or left.numel != right.numel:
+            return "they reduce different dimensions"
+        return Joint(left.numel, left.reduced, kept, split, crossed)
+    if right.numel == left.numel:
+        return Joint(left.numel, left.reduced, kept, split, crossed)
+    if left.reduced is not None and right.numel == left.kept:
+        return Joint(left.numel, left.reduced, (*kept, *right.units), split, crossed)
+    if left.crossed and right.numel * left.kept == left.numel:
+        return Joint(left.numel, left.reduced, kept, split, (*crossed, *right.units))
+    return f"their index spaces differ ({left.numel} and {right.numel} elements)"
+
+
+def can_fuse(left: Group, right: Group) -> Joint | str:
+    """How the two groups become one kernel, or the reason why they do not."""
+    if not left.fusible or not right.fusible:
+        return "one of them is run by ATen"
+    if left.stage != right.stage:
+        return "the schedule keeps their segments apart"
+    if len(left.units) + len(right.units) > MAX_NODES:
+        return f"more than {MAX_NODES} nodes in one kernel"
+    if left.draws and right.draws:
+        return "each draws random numbers"
+    operands = sum(len(feet) for group in (left, right) for feet in group.touched.values())
+    if operands > MAX_OPERANDS and _distinct(left, right) > MAX_OPERANDS:
+        return f"more than {MAX_OPERANDS} operands in one kernel"
+    joint = joint_space(left, right)
+    if isinstance(joint, str):
+        return joint
+    if left.multiplies + right.multiplies + (joint.reduced is not None) > 1:
+        return "a matrix product's tiles suit no other product and no reduction"
+    if joint.crossed:
+        mixed = mixing.refused([*left.units, *right.units], dict.fromkeys(joint.crossed), dict.fromkeys(joint.kept_units))
+        if mixed is not None:
+            return mixed
+    return _memory_reason(left, right, joint) or _split_reason(left, right, joint) or joint
+
+
+def _distinct(left: Group, right: Group) -> int:
+    """Operands in memory: what a value is read or written through, but for values that stay inside."""
+    inside = dict.fromkeys((*left.units, *right.units))
+    hidden = {value for unit in inside if not unit.lasts and unit.followers and all(other in inside for other in unit.followers)
+              for value in unit.makes}
+    return len({(access.value.buffer.index, access.form, access.dtype, access.byte_offset) for unit in inside
+                for _, access in (unit.part.accesses() if unit.part else ()) if access.value not in hidden})
+
+
+def _memory_reason(left: Group, right: Group, joint: Joint) -> str | None:
+    cuts: tuple[int, ...] | None = forms.reduced_cuts(joint.reduced or (), joint.numel)
+    sides: list[Touched] = []
+    for group in (left, right):
+        moved = group if group.numel == joint.numel else embedded(group, joint)
+        cuts = None if cuts is None or moved is None else forms.merge_cuts(cuts, moved.cuts)
+        if moved is None or cuts is None:
+            return "their operands' dimensions do not nest"
+        sides.append(moved.touched)
+    if cuts is not None and len(cuts) + 1 > MAX_DIMS:
+        return f"more than {MAX_DIMS} dimensions that do not merge"
+    for buffer in sides[0].keys() & sides[1].keys():
+        for one in sides[0][buffer].values():
+            if any(one.collides(two) for two in sides[1][buffer].values()):
+                return "one writes memory that the other touches in another order"
+    return None
+
+
+def embedded(group: Group, joint: Joint) -> Group | None:
+    """What the pointwise ``group`` touches once it runs over the kept elements of a reduction; None where that does not nest."""
+    moved = Group(group.units, group.level, joint.numel, joint.reduced)
+    crossed = group.units[0] in joint.crossed
+
+    def placed(form: Form) -> Form | None:
+        return mixing.embedded(form, joint.reduced or (), joint.numel, crossed, KEPT)
+
+    for form in (*group.patterns, *(foot.form or () for feet in group.touched.values() for foot in feet.values())):
+        full = placed(form)
+        cuts = None if full is None else forms.merge_cuts(moved.cuts, forms.cuts(full))
+        if cuts is None:
+            return None
+        moved.cuts = cuts
+    for buffer, feet in group.touched.items():
+        moved.touched[buffer] = {key: Footprint(placed(foot.form or ()), foot.dtype, foot.access, foot.gathers, foot.written)
+                                 for key, foot in feet.items()}
+    return moved
+
+
+def _split_reason(left: Group, right: Group, joint: Joint) -> str | None:
+    if not joint.split:
+        return None
+    late = {**left.late, **right.late}
+    placed = dict.fromkeys(joint.kept_units)
+    for unit in (*left.units, *right.units):
+        part = unit.part
+        if part is None:
+            continue
+        reads = [access.value for mode, access in part.accesses() if mode == "r"]
+        if unit in placed and not any(value in late for value in reads):
+            return "the reduction is split over programs, so it cannot take part in work per result"
+        if part.waits and part.reduced is not None:
+            return "one reduction is split over programs, the other needs whole rows"
+        if unit not in placed and any(value in late for value in reads):
+            return "the reduction is split over programs, so its result is not known inside the kernel"
+    return None

@@ -1,0 +1,129 @@
+"""Writes a body's instructions as lines of Triton. Imports codegen's leaf modules."""
+
+from __future__ import annotations
+
+import torch
+
+from codegen.addressing import IndexWriter
+from codegen.body import Body, Step
+from codegen.product import Product, product_lines
+from codegen.promotion import HALF, TRITON_TYPES
+from codegen.random_source import random_lines
+from codegen.source_args import ArgumentList
+from codegen.tile import Tile
+
+
+def identity(how: str, dtype: torch.dtype) -> str:
+    """What combining with changes nothing."""
+    if how == "add":
+        return "0.0" if dtype.is_floating_point else "0"
+    if dtype.is_floating_point:
+        return 'float("-inf")' if how == "max" else 'float("inf")'
+    info = torch.iinfo(dtype)
+    return str(info.min if how == "max" else info.max)
+
+
+class InstructionWriter(IndexWriter):
+    """Knows each step's name; writes a step, wherever the caller is in the kernel."""
+
+    def __init__(self, body: Body, tile: Tile, arguments: ArgumentList) -> None:
+        super().__init__(body, tile, arguments)
+        self._names: dict[int, str] = {}
+        self._emitted: set[int] = set()
+
+    def _name(self, step: Step) -> str:
+        return self._names.setdefault(id(step), f"t{len(self._names)}")
+
+    def _masked(self, step: Step) -> str:
+        (value,) = step.args
+        if self._inside:
+            return self._name(value)
+        return f"tl.where(m{self.tile.reduced_axis}, {self._name(value)}, {identity(step.text, step.dtype)})"
+
+    def _emit(self, step: Step) -> None:
+        self._emitted.add(id(step))
+        if step.stage in ("scalar", "size"):
+            self._names[id(step)] = self.arguments.number(step.stage, step.payload, step.dtype)
+        elif step.stage == "load":
+            self._load(step)
+        elif step.stage == "gather":
+            self._gather(step)
+        elif step.stage == "take":
+            widened = ".to(tl.float32)" if step.access and step.access.dtype in HALF else ""
+            self._line(f"{self._name(step)} = tl.load({self._scattered(step, step.args)}, other=0){widened}")
+        elif step.stage == "coord":
+            self._line(f"{self._name(step)} = {self.position(step)}")
+        elif step.stage in ("seed", "offset"):
+            self._names[id(step)] = self.arguments.generator(step.stage, step.payload)
+        elif step.stage == "random":
+            for line in random_lines(self, step, self._name(step), *map(self._name, step.args)):
+                self._line(line)
+        elif step.stage == "dot":
+            self._multiply(step)
+        elif step.stage == "factor":
+            self._names[id(step)] = self._pointer(step)
+        elif step.stage == "reduce":
+            masked = self._masked(step)
+            self._line(f"{self._name(step)} = tl.reduce({masked}, {self.tile.reduced_axis}, _{step.text}, keep_dims=True)")
+        elif step.args:
+            self._line(f"{self._name(step)} = {step.text.format(*map(self._name, step.args))}")
+        else:
+            self._line(f"{self._name(step)} = tl.full([], {step.text}, {TRITON_TYPES[step.dtype]})")
+
+    def _pointer(self, step: Step) -> str:
+        assert step.access is not None
+        return self.arguments.pointer(step.access)
+
+    def _load(self, step: Step) -> None:
+        offset, mask = self._place(step)
+        assert step.access is not None
+        widened = ".to(tl.float32)" if step.access.dtype in HALF else ""
+        if step.access.shift:
+            offset += f" - {self.arguments.stride(step.access.shift)}"
+        if step.args:
+            mask += " & " * bool(mask) + f"{self._name(step.args[0])}, other=0"
+        where = f"{self._pointer(step)} + {offset}" + (f", mask={mask}" if mask else "") if offset else self._pointer(step)
+        self._line(f"{self._name(step)} = tl.load({where}){widened}")
+
+    def _multiply(self, step: Step) -> None:
+        product = step.payload
+        assert isinstance(product, Product)
+        left, right = (self._name(factor) for factor in step.args)
+        strides = [self.arguments.stride(stride) for stride in (*product.left, *product.right)]
+        for line in product_lines(self._name(step), (left, right), strides, self.arguments.size("inner", product.inner)):
+            self._line(line)
+
+    def _gather(self, step: Step) -> None:
+        assert step.access is not None
+        interval, _ = step.payload  # type: ignore[misc]
+        count = self.arguments.stride(interval[1] // interval[0])
+        (index,) = (self._name(arg) for arg in step.args)
+        offset, mask = self._place(step)
+        widened = ".to(tl.float32)" if step.access.dtype in HALF else ""
+        along = f"{index} * {self.arguments.stride(step.access.index_stride)}"
+        valid = f"{mask} & " * bool(mask) + f"({index} >= 0) & ({index} < {count})"
+        self._line(f"{self._name(step)} = tl.load({self._pointer(step)} + {offset} + {along}, mask={valid}, other=0){widened}")
+
+    def _scattered(self, step: Step, indices: tuple[Step, ...]) -> str:
+        """Pointer and mask of an access whose addresses depend on ``indices``."""
+        offset, mask = self._place(step)
+        checks = [mask] if mask else []
+        for index, (stride, extent) in zip(map(self._name, indices), step.payload):  # type: ignore[call-overload]
+            offset += f" + {index} * {self.arguments.stride(stride)}"
+            checks.append(f"({index} >= 0) & ({index} < {self.arguments.stride(extent)})")
+        return f"{self._pointer(step)} + {offset}, mask={' & '.join(checks)}"
+
+    def _store(self, step: Step) -> None:
+        if step.access is not None and step.access.scattered:
+            where, mask = self._scattered(step, step.args[1:]).split(", mask=")
+            call = "tl.atomic_add" if step.text == "add" else "tl.store"
+            order = ', sem="relaxed"' if step.text == "add" else ""
+            self._line(f"{call}({where}, {self._name(step.args[0])}, mask={mask}{order})")
+            return
+        offset, mask = self._place(step)
+        if step.partial:
+            share, axis = ("pid", 1) if step.across else ("share", self._kept_axis())
+            offset = f"{share} * {self._extent(axis)} + {offset}"
+        (value,) = step.args
+        where = f"{self._pointer(step)} + {offset}" if offset else self._pointer(step)
+        self._line(f"tl.store({where}, {self._name(value)}" + (f", mask={mask})" if mask else ")"))

@@ -1,0 +1,87 @@
+"""Rows and columns of one input in one pass, and values that are computed again instead of being kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import check, kernels, values_named
+
+from codegen.tuning import Tuning
+
+SMALL = Tuning(split_numel=64, mixed_rows=8, mixed_tile=64, cores=2, split_column=8, split_rows=8, programs=8)
+PEELED = Tuning(persistent=16, looped=16, online=16, tile=64, peeled=16, pointwise_block=32)
+
+
+def data(*size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def layer_norm_backward(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor, m: torch.Tensor, s: torch.Tensor) -> Any:
+    return torch.ops.aten.native_layer_norm_backward(g, x, [x.shape[-1]], m, s, w, w, [True, True, True])
+
+
+SIZES = pytest.mark.parametrize("size", [(33, 24), (64, 32), (70, 17)], ids=str)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+@SIZES
+def test_layer_norm_gradients_are_one_pass_and_a_small_kernel(size: tuple[int, int]) -> None:
+    inputs = [data(*size), data(*size, seed=1), data(size[1]), data(size[0], 1), data(size[0], 1, seed=2)]
+    made = check(layer_norm_backward, *inputs, count=2, tuning=SMALL, rtol=1e-4, atol=1e-4)
+    assert sum("for r in" in step.kernel.source for step in kernels(made)) == 1
+
+
+@SIZES
+@DTYPES
+def test_rows_and_columns_of_one_input(size: tuple[int, int], dtype: torch.dtype) -> None:
+    near = {"rtol": 2e-2, "atol": 2e-1} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+    x, y = data(*size, dtype=dtype), data(*size, dtype=dtype, seed=1)
+    check(lambda x: (x.sum(0), x.sum(1)), x, count=2, tuning=SMALL, **near)
+    check(lambda x: (x.amax(0) * 2, (x * 2).mean(1), x.relu()), x, count=2, tuning=SMALL, **near)
+    check(lambda x, y: (x.softmax(1), (x * y).sum(0).float() + 1), x, y, count=2, tuning=SMALL, **near)
+
+
+def test_a_row_that_needs_the_columns_is_another_pass() -> None:
+    made = check(lambda x: (x - x.mean(0)).sum(1), data(64, 32), tuning=SMALL, rtol=1e-4, atol=1e-4)
+    assert len(kernels(made)) == 3
+
+
+@DTYPES
+@pytest.mark.parametrize("columns", [71, 128])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_keeps_no_wide_logits(dtype: torch.dtype, columns: int, reduction: str) -> None:
+    target = torch.randint(0, columns, (9,), generator=torch.Generator().manual_seed(0))
+    target[2] = -100
+
+    def program(x: torch.Tensor) -> list[torch.Tensor]:
+        x = x.detach().requires_grad_()
+        loss = F.cross_entropy(x.float(), target, reduction=reduction)
+        (grad,) = torch.autograd.grad(loss, x)
+        return [loss.detach(), grad]
+
+    for tuning in (Tuning(), PEELED):
+        made = check(program, data(9, columns, dtype=dtype), tuning=tuning)
+        written = [value.buffer.nbytes for step in kernels(made) for value in step.writes if hasattr(value, "buffer")]
+        assert max(written) <= 9 * columns * dtype.itemsize
+        assert values_named(made)
+
+
+@DTYPES
+@pytest.mark.parametrize("columns", [35, 70, 129, 256])
+def test_rows_off_16_byte_boundaries(dtype: torch.dtype, columns: int) -> None:
+    near = {"rtol": 1e-2, "atol": 1e-2}
+    x, y, w = data(5, columns, dtype=dtype), data(5, columns, dtype=dtype, seed=1), data(columns, dtype=dtype, seed=2)
+    check(lambda x, w, y: F.gelu(x + w) + y, x, w, y, tuning=PEELED, count=1, **near)
+    check(lambda x, w: x.mul_(w), x, w, tuning=PEELED, count=1, **near)
+    check(lambda x, w: x[1:, 1:] * w[1:], x, w, tuning=PEELED, count=1, **near)
+    check(lambda x: (x.softmax(-1), x.log_softmax(-1), x[1:, 3:].softmax(-1)), x, tuning=PEELED, **near)
+    check(lambda x, w: F.layer_norm(x, (columns,), w, w), x, w, tuning=PEELED, **near)
+
+
+def test_rows_without_a_finite_number() -> None:
+    x = torch.full((4, 201), float("-inf"))
+    x[0, 5], x[1, 7], x[2, 3] = 1.0, float("nan"), float("inf")
+    check(lambda x: (x.softmax(-1), x.amax(-1), x.log_softmax(-1)), x, tuning=PEELED)
