@@ -80,15 +80,17 @@ def factor(lowering: Lowering, operand: Operand) -> Instr:
 
 
 def product_lines(name: str, pointers: tuple[str, str], strides: list[str], inner: str) -> list[str]:
-    """Lines that define ``name`` as this program's block of the product; ``strides`` as four arguments, ``inner`` as one."""
+    """Lines that define ``name`` as this program's block of the product; ``strides`` as four arguments, "" where
+    elements are neighbours: only then are they loaded side by side. ``inner`` as one."""
     left, right = pointers
+    down, along, across, beside = (f" * {stride}" if stride else "" for stride in strides)
     return [
         f"{name} = tl.full([B0, B1], 0.0, tl.float32)",
         f"for k in tl.range(0, {inner}, BK):",
         f"    {name}_k = k + tl.arange(0, BK)",
-        f"    {name}_left = tl.load({left} + i0 * {strides[0]} + {name}_k[None, :] * {strides[1]}, "
+        f"    {name}_left = tl.load({left} + i0{down} + {name}_k[None, :]{along}, "
         f"mask=m0 & ({name}_k[None, :] < {inner}), other=0.0)",
-        f"    {name}_right = tl.load({right} + {name}_k[:, None] * {strides[2]} + i1 * {strides[3]}, "
+        f"    {name}_right = tl.load({right} + {name}_k[:, None]{across} + i1{beside}, "
         f"mask=({name}_k[:, None] < {inner}) & m1, other=0.0)",
         f"    {name} = tl.dot({name}_left, {name}_right, {name})",
     ]

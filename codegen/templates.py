@@ -24,8 +24,7 @@ from ir_nodes.node import Node, Value
 
 BETTER = 0.97
 LIBRARY = "library"
-TILES = ("", "product_columns=256", "product_rows=64", "product_rows=64,product_columns=64",
-         "product_columns=64,product_depth=128", "product_rows=256,product_columns=128,product_depth=32")
+TILES = ("", "product_columns=256", "product_rows=64", "product_rows=64,product_columns=64")
 
 Choices = Mapping[Node, str]
 """Products that kernels of ours multiply, with what their tiles change in the tuning."""

@@ -153,6 +153,16 @@ def _narrow(body: Body) -> bool:
     return any(step.access.dtype.itemsize <= 2 for step in body.steps if step.access is not None and step.level == FULL)
 
 
+def _lane(body: Body, tuning: Tuning) -> int:
+    """Elements per thread of a body that reduces nothing: as many as its operands allow, so that threads with many of them have
+    registers for all."""
+    lane = tuning.pointwise_lane * (2 if _narrow(body) else 1)
+    moved = sum(step.access.dtype.itemsize for step in body.steps if step.access is not None and step.level == FULL)
+    while lane > 4 and lane * moved > tuning.thread_bytes:
+        lane //= 2
+    return lane
+
+
 def _loads(body: Body) -> int:
     """How many operands a reduction reads element by element."""
     return sum(step.stage == "load" and step.level == FULL for step in body.steps)
@@ -160,8 +170,8 @@ def _loads(body: Body) -> int:
 
 def _pointwise(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuning) -> Tile:
     last = len(dims) - 1
-    wider = 2 if _narrow(body) and tuning.pointwise_block <= 4096 else 1
-    usual, lane = tuning.pointwise_block * wider, tuning.pointwise_lane * wider
+    lane = _lane(body, tuning)
+    usual = tuning.pointwise_block * (2 if lane > tuning.pointwise_lane and tuning.pointwise_block <= 4096 else 1)
     block = usual if body.numel > usual * 64 else usual // 4  # few programs: smaller ones
     if tuning.pointwise_block > 4096:
         block = min(usual, power_of_two(body.numel))

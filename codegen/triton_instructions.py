@@ -89,7 +89,7 @@ class InstructionWriter(IndexWriter):
         product = step.payload
         assert isinstance(product, Product)
         left, right = (self._name(factor) for factor in step.args)
-        strides = [self.arguments.stride(stride) for stride in (*product.left, *product.right)]
+        strides = ["" if stride == 1 else self.arguments.stride(stride) for stride in (*product.left, *product.right)]
         for line in product_lines(self._name(step), (left, right), strides, self.arguments.size("inner", product.inner)):
             self._line(line)
 

@@ -39,9 +39,9 @@ class Tuning:
     split. ``mixed_row``, ``mixed_rows``: the longest row and the fewest rows that are reduced together with columns,
     ``mixed_tile``: elements per step of that, ``shared_bytes``: what its loads ahead may take of a multiprocessor's memory.
     ``product_rows``, ``product_columns``, ``product_depth``: a matrix product's block, and how many summands its loop takes
-    at a time. ``pointwise_lane``: 4-byte elements per thread of a kernel that reduces nothing. ``philox_blocks``: blocks of
-    256 threads that the machine runs at a time, which decides the random numbers that ATen's kernels draw; 0 where generators
-    are not Philox.
+    at a time. ``pointwise_lane``: 4-byte elements per thread of a kernel that reduces nothing, ``thread_bytes``: what these may
+    take in all its operands together. ``philox_blocks``: blocks of 256 threads that the machine runs at a time, which decides
+    the random numbers that ATen's kernels draw; 0 where generators are not Philox.
     """
 
     pointwise_block: int = 1024
@@ -64,6 +64,7 @@ class Tuning:
     mixed_tile: int = 2048
     shared_bytes: int = 160 << 10
     pointwise_lane: int = 8
+    thread_bytes: int = 128
     product_rows: int = 128
     product_columns: int = 128
     product_depth: int = 64

@@ -133,6 +133,20 @@ def test_a_sum_keeps_its_order_where_the_program_asks_for_that(tmp_path: Path) -
     assert tune(made, "a GPU", tmp_path, FakeTimer(fastest=1)).steps != made.steps
 
 
+def test_threads_of_kernels_with_many_operands_take_fewer_elements() -> None:
+    def warps(program: Callable[..., Any], count: int) -> int:
+        recording, _ = record(program, *(torch.ones(1 << 20) for _ in range(count)))
+        (step,) = kernels(plan(recording.graph))
+        return step.kernel.num_warps
+
+    def adam(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        m.lerp_(g, 0.1)
+        v.mul_(0.9).addcmul_(g, g, value=0.1)
+        return p.addcdiv_(m, v.sqrt(), value=-0.1), m, v
+
+    assert warps(adam, 4) == 2 * warps(lambda x, y: x + y, 2)
+
+
 def test_a_winner_is_clearly_faster() -> None:
     names = ["", "a", "b"]
     assert decide(names, [1.0, 0.98, 1.5], 0.97) == "" and decide(names, [1.0, 0.9, 0.8], 0.97) == "b"
