@@ -11,6 +11,25 @@ from codegen.addressing import IndexWriter
 from codegen.body import Step
 from codegen.draws import WORDS, Stream
 
+PHILOX = '''@triton.jit
+def _philox(seed, a, b, c, d):
+    low = seed.to(tl.uint32)
+    high = (seed >> 32).to(tl.uint32)
+    for _ in tl.static_range(10):
+        left = a.to(tl.uint64) * 0xD2511F53
+        right = c.to(tl.uint64) * 0xCD9E8D57
+        a = (right >> 32).to(tl.uint32) ^ b ^ low
+        b = right.to(tl.uint32)
+        c = (left >> 32).to(tl.uint32) ^ d ^ high
+        d = left.to(tl.uint32)
+        low = tl.add(low, 0x9E3779B9, sanitize_overflow=False)
+        high = tl.add(high, 0xBB67AE85, sanitize_overflow=False)
+    return a, b, c, d
+
+
+'''
+"""A function of kernels that draw: Philox4x32-10, whose wide products are one instruction each, unlike those of `tl.philox`."""
+
 _TO_UNIFORM = "{0}.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10"
 
 
@@ -19,29 +38,34 @@ def random_lines(writer: IndexWriter, step: Step, name: str, seed: str, offset: 
     stream = step.payload
     assert isinstance(stream, Stream)
     threads = writer.arguments.stride(stream.threads)
+    calls = stream.vector // WORDS
     quarter = writer.quarter(step) if stream.vector % WORDS == 0 else None
-    if quarter is not None:
-        return _four_by_four(name, quarter, stream.vector // WORDS, threads, seed, offset, writer.tile.axes[0] is not None)
+    if quarter is not None and writer.tile.axes[1].block <= stream.threads * stream.vector:
+        return _four_by_four(name, *quarter, calls, threads, seed, offset, writer.tile.axes[0] is not None)
     return _one_by_one(name, writer.position(step), stream.vector, threads, seed, offset)
 
 
-def _philox(name: str, seed: str) -> str:
+def _call(name: str, seed: str) -> str:
     words = ", ".join(f"{name}_{word}" for word in "xyzw")
     high = f"({name}_count >> 32).to(tl.uint32)"
-    return (f"{words} = tl.philox({seed}, {name}_count.to(tl.uint32), {high}, {name}_thread.to(tl.uint32), "
+    return (f"{words} = _philox({seed}, {name}_count.to(tl.uint32), {high}, {name}_thread.to(tl.uint32), "
             f"{name}_thread.to(tl.uint32) * 0)")
 
 
-def _four_by_four(name: str, quarter: str, calls: int, threads: str, seed: str, offset: str, two: bool) -> list[str]:
-    """A call per four neighbours; ``calls``: how many a thread makes for its vector."""
-    vector, call = (f"{name}_four", "") if calls == 1 else (f"{name}_four // {calls}", f" + {name}_four % {calls}")
-    turn = f"{name}_vector // {threads}" + (f" * {calls}" if calls > 1 else "")
+def _four_by_four(name: str, first: str, lanes: str, calls: int, threads: str, seed: str, offset: str, two: bool) -> list[str]:
+    """A call per four neighbours; ``calls``: how many a thread makes for its vector. Only the block's ``first`` four is divided:
+    its neighbours belong to the same turn of the threads or to the next."""
+    turn_length = threads if calls == 1 else f"({threads} * {calls})"
+    call = "" if calls == 1 else f" + {name}_rest % {calls}"
     return [
-        f"{name}_four = {quarter}",
-        f"{name}_vector = {vector}",
-        f"{name}_thread = {name}_vector % {threads}",
-        f"{name}_count = {offset} // 4 + {turn}{call}",
-        _philox(name, seed),
+        f"{name}_first = {first}",
+        f"{name}_turn = {name}_first // {turn_length}",
+        f"{name}_rest = {name}_first - {name}_turn * {turn_length} + {lanes}",
+        f"{name}_next = {name}_rest >= {turn_length}",
+        f"{name}_rest = tl.where({name}_next, {name}_rest - {turn_length}, {name}_rest)",
+        f"{name}_thread = {name}_rest" + (f" // {calls}" if calls > 1 else ""),
+        f"{name}_count = {offset} // 4 + ({name}_turn + {name}_next)" + (f" * {calls}{call}" if calls > 1 else ""),
+        _call(name, seed),
         f"{name}_words = tl.join(tl.join({name}_x, {name}_z), tl.join({name}_y, {name}_w))",
         f"{name} = " + _TO_UNIFORM.format(f"tl.reshape({name}_words, [{'B0, B1' if two else 'B1'}])"),
     ]
@@ -62,4 +86,4 @@ def _one_by_one(name: str, position: str, vector: int, threads: str, seed: str, 
     picked = f"{name}_w"
     for number, word in ((2, "z"), (1, "y"), (0, "x")):
         picked = f"tl.where({name}_word == {number}, {name}_{word}, {picked})"
-    return [*lines, _philox(name, seed), f"{name} = " + _TO_UNIFORM.format(picked)]
+    return [*lines, _call(name, seed), f"{name} = " + _TO_UNIFORM.format(picked)]

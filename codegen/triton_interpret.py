@@ -68,23 +68,6 @@ class ExactBuilder(interpreter.InterpreterBuilder):
 
 
 _builder = ExactBuilder()
-_PHILOX = ((0xD2511F53, 0x9E3779B9), (0xCD9E8D57, 0xBB67AE85))  # multiplier, and what the key grows by each round
-
-
-def _philox(seed: Any, *counter: Any) -> tuple[Any, ...]:
-    """Philox4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3): four uint32 blocks."""
-    wide = numpy.uint64(0xFFFFFFFF)
-    key = int(seed.handle.data.item()) & 0xFFFFFFFFFFFFFFFF
-    keys = [key & 0xFFFFFFFF, key >> 32]
-    shape = counter[0].handle.data.shape
-    a, b, c, d = (numpy.broadcast_to(word.handle.data, shape).astype(numpy.uint64) for word in counter)
-    for _ in range(10):
-        left, right = a * numpy.uint64(_PHILOX[0][0]), c * numpy.uint64(_PHILOX[1][0])
-        a, b, c, d = ((right >> numpy.uint64(32)) ^ b ^ numpy.uint64(keys[0]), right & wide,
-                      (left >> numpy.uint64(32)) ^ d ^ numpy.uint64(keys[1]), left & wide)
-        keys = [(held + step) & 0xFFFFFFFF for held, (_, step) in zip(keys, _PHILOX)]
-    words = (interpreter.TensorHandle(word.astype(numpy.uint32), tl.uint32) for word in (a, b, c, d))
-    return tuple(tl.core.tensor(word, tl.block_type(tl.uint32, list(shape)) if shape else tl.uint32) for word in words)
 
 
 def _reduce(input: Any, axis: int, combine: Any, keep_dims: bool = False, **_: Any) -> Any:
@@ -131,7 +114,6 @@ def interpret(kernel: Kernel, function: Callable[..., None]) -> Callable[[tuple[
         scope = interpreter._patch_lang(function)
         interpreter._patch_builtin(libdevice, _builder, scope)
         scope.set_attr(tl, "reduce", _reduce)
-        scope.set_attr(tl, "philox", _philox)
         scope.set_attr(JITFunction, "__call__", lambda called, *args: called.fn(*map(_numbers, args)))
         scope.set_attr(tl.tensor, "__index__", lambda scalar: int(scalar.handle.data.item()))  # older releases need 0-d
         semantic.builder = _builder

@@ -10,6 +10,7 @@ from codegen.body import Step
 from codegen.instructions import FULL, UNIFORM
 from codegen.online import ONLINE, loop_lines
 from codegen.promotion import TRITON_TYPES
+from codegen.random_source import PHILOX
 from codegen.triton_instructions import InstructionWriter, identity
 
 _HEADER = '''"""{title}"""
@@ -51,7 +52,8 @@ class SourceWriter(InstructionWriter):
         self._passes()
         blocks = ["B0", "B1", "BK"] if self.tile.depth else ["B0", "B1"]
         parameters = ", ".join([*self.arguments.names(), *(f"{block}: tl.constexpr" for block in blocks)])
-        return _HEADER.format(title=title) + f"@triton.jit\ndef {name}({parameters}):\n" + "\n".join(self._lines) + "\n"
+        draws = PHILOX if any(step.stage == "random" for step in self.body.steps) else ""
+        return _HEADER.format(title=title) + draws + f"@triton.jit\ndef {name}({parameters}):\n" + "\n".join(self._lines) + "\n"
 
     # Passes over the reduced dimensions
 
