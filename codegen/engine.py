@@ -1,13 +1,14 @@
-"""What an engine is, and the aten engine. Imports torch, `ir_nodes` and `codegen.executable` only."""
+"""What a back end is, and the aten one. Imports `ir_nodes` and `codegen.executable` only."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable
+from typing import Any, Callable, Sequence
 
 from codegen.executable import Emit, emit_call
-from ir_nodes import Graph
+from ir_nodes import Graph, Node
+from ir_nodes.estimate import Rates, cost
 
 
 class EngineError(RuntimeError):
@@ -23,12 +24,44 @@ class Context:
     kernel_dir: Path
     show: Callable[[str], None] | None = None  # told each generated source, under a debug level
     draws: bool = False  # can launches be given a generator's seed and offset?
+    numbers: Sequence[Any] = ()  # the graph's number inputs in the recording that is compiled; they may differ in any other
 
 
-Engine = Callable[[Graph, Context], tuple[list[Emit], list[int]]]
-"""Gives the steps of a program and the bytes of each temporary that they share."""
+Generated = tuple[list[Emit], list[int]]
+"""The steps of a program and the bytes of each temporary that they share."""
 
 
-def aten(graph: Graph, context: Context) -> tuple[list[Emit], list[int]]:
-    """Each node is one ATen call, in graph order: right on any device, and what others fall back to."""
-    return [emit_call(node) for node in graph.nodes], []
+@dataclass(frozen=True, slots=True)
+class BackEnd:
+    """The interface of an engine; what ``fuse`` gives is its own, and only its other functions look into it.
+
+    ``can_fuse``: why two nodes, the second after the first, can't share a kernel, "" where they can. ``fuse``: a graph as a plan
+    of what runs together. ``generate``: steps for that plan, compiled. ``estimate``: the seconds that the plan takes.
+    """
+
+    can_fuse: Callable[[Node, Node, Context], str]
+    fuse: Callable[[Graph, Context], Any]
+    generate: Callable[[Graph, Any, Context], Generated]
+    estimate: Callable[[Any, Rates], float]
+
+    def __call__(self, graph: Graph, context: Context) -> Generated:
+        """The steps for ``graph``. Raises EngineError."""
+        return self.generate(graph, self.fuse(graph, context), context)
+
+
+def _calls(graph: Graph, nodes: Sequence[Node], context: Context) -> Generated:
+    return [emit_call(node) for node in nodes], []
+
+
+def one_by_one(nodes: Sequence[Node], rates: Rates) -> float:
+    """Seconds that ``nodes`` take as ATen calls."""
+    return sum(cost(node, rates).seconds for node in nodes)
+
+
+# Each node is one ATen call, in graph order: right on any device, and what others fall back to.
+aten = BackEnd(
+    can_fuse=lambda first, second, context: "ATen runs one op at a time",
+    fuse=lambda graph, context: graph.nodes,
+    generate=_calls,
+    estimate=one_by_one,
+)

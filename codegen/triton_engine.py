@@ -14,18 +14,20 @@ from codegen.combo import combine
 from codegen.compile_pool import warm_up
 from codegen.cuda_driver import Function
 from codegen.draws import BLOCK
-from codegen.engine import Context, EngineError
+from codegen.engine import BackEnd, Context, EngineError, Generated
 from codegen.executable import Emit, Program, emit_call
-from codegen.fuse import plan
+from codegen.explanation import facts
+from codegen.fuse import lower_all, plan
+from codegen.group import can_fuse, new_group
 from codegen.interpreted import Interpreted, launch
-from codegen.kernel import Kernel, KernelArg, KernelStep, Offset, Pointer, Scalar, Seed, Size, Temporary
+from codegen.kernel import Kernel, KernelArg, KernelStep, Offset, Plan, Pointer, Scalar, Seed, Size, Temporary
 from codegen.kernel_files import KernelCompileError, write_source
 from codegen.loading import load_all
 from codegen.memory_plan import kernel_use
 from codegen.templates import measured_products, with_tiles
 from codegen.triton_compile import interpret
 from codegen.tuning import HOPPER, INTERPRETER, Tuning
-from ir_nodes import Graph, settings
+from ir_nodes import Graph, Node, settings
 
 _shown: set[Kernel] = set()
 _interpreted: dict[Kernel, Interpreted] = {}
@@ -33,20 +35,20 @@ _lock = threading.Lock()
 _SCALAR_KINDS = {torch.float32: "fp32", torch.float64: "fp64", torch.int64: "i64"}
 
 
-def triton(graph: Graph, context: Context) -> tuple[list[Emit], list[int]]:
-    """Fuse what can be fused and compile it; ATen runs the rest.
-
-    On CUDA kernels are launched by the native core; elsewhere Triton's interpreter runs them, which is slow and meant for
-    tests. Raises EngineError.
-    """
+def fuse(graph: Graph, context: Context) -> Plan:
+    """What can be fused as kernels, the best of each by measurement; ATen runs the rest."""
     if context.cuda and settings.enabled("parallel_compile"):
         warm_up(context.kernel_dir)
     tuning = tuning_of(context)
     sides = measured_sides(graph, tuning, context.kernel_dir, context.device) if context.cuda else {}
     products = measured_products(graph, tuning, context.kernel_dir, context.device) if context.cuda else {}
     planned = combine(with_tiles(plan(graph, tuning=tuning, sides=sides, products=products), products))
-    if context.cuda:
-        planned = tuned(planned, context.kernel_dir, context.device)
+    return tuned(planned, context.kernel_dir, context.device) if context.cuda else planned
+
+
+def generate(graph: Graph, planned: Plan, context: Context) -> Generated:
+    """On CUDA kernels are launched by the native core; elsewhere Triton's interpreter runs them, which is slow and meant for
+    tests. Raises EngineError."""
     kernels = list(dict.fromkeys(step.kernel for step in planned.steps if isinstance(step, KernelStep)))
     try:
         ready = load_kernels(kernels, context) if context.cuda else interpret_all(kernels, context)
@@ -63,6 +65,20 @@ def triton(graph: Graph, context: Context) -> tuple[list[Emit], list[int]]:
         else:
             emits.append(emit_interpreted(step, ready[step.kernel], base))
     return emits, [temporary.nbytes for temporary in planned.temporaries]
+
+
+def refusal(first: Node, second: Node, context: Context) -> str:
+    """Why the two share no kernel, whatever lies between them; "" where they may."""
+    both = Graph()
+    both.nodes = [first, second]
+    tuning = tuning_of(context)
+    units = lower_all(both, tuning)
+    left, right = ([new_group(unit, 0, tuning) for unit in units if unit.node is node] for node in (first, second))
+    joint = can_fuse(left[-1], right[0]) if left and right else "nothing is left of one of them"
+    return joint if isinstance(joint, str) else ""
+
+
+triton = BackEnd(refusal, fuse, generate, lambda planned, rates: sum(facts(step, rates).seconds for step in planned.steps))
 
 
 def tuning_of(context: Context) -> Tuning:

@@ -107,6 +107,9 @@ _HIDDEN_WRITES: dict[str, tuple[str, ...]] = {
     "native_batch_norm": ("running_mean", "running_var"),
 }
 
+# Tagged as drawing from a generator, but they refuse all that would draw.
+NEVER_DRAWS = ("aten::_scaled_dot_product_flash_attention_for_cpu",)
+
 COLLECTIVE = ("collective", "wait")
 """The kinds of op that other ranks take part in."""
 
@@ -175,7 +178,7 @@ def info(target: str) -> OpInfo:
         # torch tags `index` too, whose masks become `nonzero` before it is recorded: the table wins
         data_dependent=kind == "data_dependent" or not known and torch.Tag.dynamic_output_shape in tags,
         value_access=kind == "value_access" or not known and torch.Tag.data_dependent_output in tags,
-        random=kind == "random" or torch.Tag.nondeterministic_seeded in tags,
+        random=kind == "random" or torch.Tag.nondeterministic_seeded in tags and target not in NEVER_DRAWS,
         hidden_writes=_HIDDEN_WRITES.get(name, ()) if space == "aten" else (),
     )
 

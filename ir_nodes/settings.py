@@ -128,7 +128,7 @@ def _row(name: str, valid: str, default: str, parse: Callable[[str], Any], doc: 
 _BOOL = "0, 1, false, true, off, on, no, yes"
 _DEBUG = ("barriers", "kernels", "graph")
 _ROWS = (
-    _row("engine", "auto, aten, triton", "auto", _choice("auto", "aten", "triton"),
+    _row("engine", "auto, aten, triton, inductor", "auto", _choice("auto", "aten", "triton", "inductor"),
          "what runs a graph; auto: triton on CUDA, aten on CPU", changes_code=True),
     _row("device", "auto, cpu, cuda", "auto", _choice("auto", "cpu", "cuda"),
          "the physical device; auto: cuda if there is one, else cpu", changes_code=True),
@@ -228,6 +228,21 @@ def processes_here() -> int:
     """How many processes of a distributed program share this machine, as torchrun says; 1 where nobody does."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(text)) if text.isdigit() else 1
+
+
+@contextlib.contextmanager
+def variable(name: str, value: str, default: str) -> Iterator[None]:
+    """Another library's variable ``name`` with ``value`` for a ``with`` block, unless the user has set it: ``default`` is what it
+    sets itself."""
+    before = os.environ.get(name)
+    if before not in (None, default):
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name) if before is None else os.environ.update({name: before})
 
 
 def table() -> list[tuple[str, str, str, str, str]]:

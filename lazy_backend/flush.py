@@ -7,7 +7,7 @@ import gc
 import sys
 import warnings
 from types import ModuleType
-from typing import Callable, Iterator
+from typing import Any, Callable, Iterator, Sequence
 
 from barriers.collectives import join_launches, part_stages, release_waits, sink_waits
 from barriers.pipeline import ordered_passes, run_passes
@@ -73,7 +73,7 @@ def compile_recording(native: ModuleType, recording: Recording, device: int) -> 
     program.rest, program.kept = held.rest, held.kept
     if orders.measuring():
         part_segments(graph)
-    steps, temporaries = plan_steps(graph, engine_name(), device)
+    steps, temporaries = plan_steps(graph, engine_name(), device, recording.scalars())
     for stepper in steppers:
         steps = stepper(graph, steps, device)
     report = orders.report(ordered)
@@ -93,11 +93,11 @@ def engine_name() -> str:
     return chosen
 
 
-def plan_steps(graph: Graph, engine: str, device: int) -> tuple[list[Emit], list[int]]:
+def plan_steps(graph: Graph, engine: str, device: int, numbers: Sequence[Any]) -> tuple[list[Emit], list[int]]:
     """The engine's steps; where it fails, a warning that names the cause, and the aten engine's."""
     now = settings.current()
     show = show_source if "kernels" in now.debug else None
-    context = Context(core.physical_is_cuda(), device, now.cache_dir / "kernels", show)
+    context = Context(core.physical_is_cuda(), device, now.cache_dir / "kernels", show, numbers=numbers)
     try:
         return engines.engine(engine)(graph, context)
     except Exception as error:  # a kernel that cannot be made must not cost the user the step

@@ -96,7 +96,7 @@ def read(target: str) -> OpSchema:
 
 def is_random(target: str) -> bool:
     """Does the op draw from a generator?"""
-    return torch.Tag.nondeterministic_seeded in tags_of(target) or any(
+    return torch.Tag.nondeterministic_seeded in tags_of(target) and target not in ops.NEVER_DRAWS or any(
         kind_of(str(arg.type)) is ArgKind.GENERATOR for arg in ops.schema(target).arguments
     )
 
