@@ -32,6 +32,7 @@ def call(node: Node, reader: Reader) -> list[Tensor | None]:
     space, name, _ = ops.split(node.target)
     if space != "aten":
         raise NoFunctionalForm(f"{node.target} is not PyTorch's own")
+    _refuse_shared_memory(node)
     base = name if name.startswith("__") else name.removesuffix("_")
     named = _named_arguments(node, reader)
     if base.startswith("_foreach_"):
@@ -41,6 +42,14 @@ def call(node: Node, reader: Reader) -> list[Tensor | None]:
     else:
         results = _single(node, base, named, reader.device)
     return [_fit(result, write) for result, write in zip(results, node.writes, strict=True)]
+
+
+def _refuse_shared_memory(node: Node) -> None:
+    """An op over a list goes from element to element: a later one sees what an earlier one has written."""
+    written = [write.value.buffer for write in node.writes]
+    read = {operand.value.buffer for operand in node.reads} if len(written) > 1 else set()
+    if len(set(written)) != len(written) or any(buffer in read for buffer in written):
+        raise NoFunctionalForm("tensors of its lists share memory")
 
 
 def _named_arguments(node: Node, reader: Reader) -> dict[str, Any]:

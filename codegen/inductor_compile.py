@@ -53,10 +53,8 @@ def compile_run(traced: Traced, cuda: bool, folder: Path) -> Compiled:
         warnings.simplefilter("ignore")
         try:
             compiled = compile_fx_inner(traced.module, traced.inputs)
-        except InvalidCxxCompiler as error:
-            raise InductorFailed("no C++ compiler is found: install one (apt install g++) or name it in CXX") from error
         except Exception as error:  # lowering, code generation, the C++ compiler: all may fail in ways of their own
-            raise InductorFailed(cause_of(error)) from error
+            raise InductorFailed(cause_of(getattr(error, "inner_exception", error))) from error
     return getattr(compiled, "current_callable", None) or compiled
 
 
@@ -70,6 +68,11 @@ def known(option: str) -> bool:
 
 def cause_of(error: BaseException) -> str:
     """The first line of what went wrong; a compiler's first complaint where there is one."""
+    if isinstance(error, InvalidCxxCompiler):
+        return "no C++ compiler is found: install one (apt install g++) or name it in CXX"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    complaint = next((line for line in lines if "error:" in line or "fopenmp" in line), lines[0] if lines else "")
+    complaints = [line for line in lines if any(word in line for word in ("error:", "fopenmp", "omp.h"))]
+    complaint = (complaints or lines or [""])[0]
+    if "fopenmp" in complaint or "omp.h" in complaint:
+        return f"the C++ compiler has no OpenMP, install it (apt install g++, or libomp-dev for clang): {complaint}"
     return f"{type(error).__name__}: {complaint}"

@@ -165,6 +165,8 @@ class _Tracer:
 
     def _value(self, value: Value, seen: Layout) -> tuple[Tensor, Layout]:
         if value not in self.made:  # memory that nothing wrote
+            if value.producer is not None or value.buffer.kind is not BufferKind.FRESH:
+                raise NoFunctionalForm(f"{value} is used before it is made")
             layout = whole(seen, value.buffer.nbytes)
             self.made[value] = _unwritten(layout, self.device), layout
         return self.made[value]

@@ -129,7 +129,7 @@ _BOOL = "0, 1, false, true, off, on, no, yes"
 _DEBUG = ("barriers", "kernels", "graph")
 _ROWS = (
     _row("engine", "auto, aten, triton, inductor", "auto", _choice("auto", "aten", "triton", "inductor"),
-         "what runs a graph; auto: triton on CUDA, aten on CPU", changes_code=True),
+         "what runs a graph; auto: triton on CUDA, aten on CPU; inductor: torch's own compiler, C++ on CPUs", changes_code=True),
     _row("device", "auto, cpu, cuda", "auto", _choice("auto", "cpu", "cuda"),
          "the physical device; auto: cuda if there is one, else cpu", changes_code=True),
     _row("mode", "lazy, eager", "lazy", _choice("lazy", "eager"), "eager runs every op at once, synchronously"),
