@@ -15,18 +15,19 @@ import os
 import selectors
 import subprocess
 import sys
-import time
+import threading
 from collections import deque
 from pathlib import Path
 from typing import Any, Callable, Sequence
 
 from codegen.binaries import Binary
-from codegen.compile_worker import IDLE_SECONDS
 from codegen.kernel import Kernel
 from codegen.kernel_files import KernelCompileError, source_path, write_source
 from ir_nodes import settings
 
 MAX_PROCESSES = 16
+IDLE_SECONDS = 60.0
+MANY_NODES = 50
 AHEAD = 2  # jobs that a process has at hand, so that it need not wait for the next
 GRACE_SECONDS = 1.0
 TRIES = 2  # a kernel that two processes died over is given up
@@ -87,33 +88,42 @@ class Worker:
 
 
 class Pool:
-    """The processes of this process. One thread uses it at a time."""
+    """The processes of this process; one thread at a time compiles in them."""
 
     def __init__(self) -> None:
         self.owner = os.getpid()
         self.workers: list[Worker] = []
-        self._used = time.monotonic()
+        self._lock = threading.RLock()
+        self._rest: threading.Timer | None = None
 
     def compile(self, kernels: Sequence[Kernel], folder: Path, arch: int, progress: Progress | None = None) -> dict[Kernel, Made]:
         """Machine code for every kernel, or why there is none. Raises PoolError."""
-        if time.monotonic() - self._used > IDLE_SECONDS / 2:
-            self.close()  # they may be about to end
-        try:
-            made = _Run(self, kernels, folder, arch, progress).run()
-        except BaseException:  # Ctrl-C, too: what the processes answer later must not be taken for an answer to the next call
-            self.close()
-            raise
-        self._used = time.monotonic()
-        return made
+        with self._lock:
+            try:
+                made = _Run(self, kernels, folder, arch, progress).run()
+            except BaseException:  # Ctrl-C, too: what processes answer later must not be taken for an answer to the next call
+                self.close()
+                raise
+            self.rest()
+            return made
 
     def grow(self, wanted: int) -> None:
         """Start processes up to ``wanted``. Raises PoolError."""
-        try:
-            while len(self.workers) < min(wanted, processes()):
-                self.workers.append(Worker.start())
-        except OSError as error:
-            if not self.workers:
-                raise PoolError(f"no process could be started: {error}") from error
+        with self._lock:
+            try:
+                while len(self.workers) < min(wanted, processes()):
+                    self.workers.append(Worker.start())
+            except OSError as error:
+                if not self.workers:
+                    raise PoolError(f"no process could be started: {error}") from error
+
+    def rest(self) -> None:
+        """Close when nobody has needed the processes for a minute."""
+        if self._rest is not None:
+            self._rest.cancel()
+        self._rest = threading.Timer(IDLE_SECONDS, self.close)
+        self._rest.daemon = True
+        self._rest.start()
 
     def drop(self, worker: Worker) -> None:
         self.workers.remove(worker)
@@ -121,12 +131,14 @@ class Pool:
 
     def close(self) -> None:
         """End the processes; those of a parent that forked belong to the parent."""
-        if self.owner == os.getpid():
+        if self.owner != os.getpid():
+            return
+        with self._lock:
             for worker in self.workers:
                 worker.hang_up()
             for worker in self.workers:
                 worker.stop()
-        self.workers = []
+            self.workers = []
 
 
 class _Run:
@@ -222,11 +234,12 @@ def pool() -> Pool:
     return _pool
 
 
-def warm_up(folder: Path) -> None:
-    """Start processes where no code was ever kept: while a first graph is being planned, they get ready."""
+def warm_up(folder: Path, nodes: int) -> None:
+    """Start processes where no code was ever kept: while a first graph of so many nodes is being planned, they get ready."""
     try:
-        if not any(folder.glob("*.bin")):
+        if nodes >= MANY_NODES and not any(folder.glob("*.bin")):
             pool().grow(processes())
+            pool().rest()
     except (PoolError, OSError):
         pass  # whoever compiles learns why
 

@@ -1,7 +1,6 @@
 """A process that compiles kernels: jobs as lines of JSON on stdin, answers on what was stdout. Imports triton only.
 
-It needs no GPU. It ends when its parent closes the pipe or ends, in the middle of a compilation, too, and after a minute
-without work; whoever
+It needs no GPU. It ends when its parent closes the pipe or ends, in the middle of a compilation, too; whoever
 starts it lets it ignore Ctrl-C, which is for the parent.
 """
 
@@ -24,8 +23,7 @@ from triton.runtime import cache
 
 from codegen.triton_build import build, gpu_target, import_source
 
-IDLE_SECONDS = 60.0
-
+PARENT_SECONDS = 1.0  # how often it looks whether its parent is there: others may hold the pipe's end
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
@@ -35,36 +33,25 @@ def main() -> None:
     triton.knobs.cache.dir = scratch
     if hasattr(cache, "triton_key"):
         cache.triton_key = lambda: triton.__version__
-    jobs: queue.Queue[dict[str, Any] | None] = queue.Queue()
-    busy = threading.Event()
-    threading.Thread(target=read, args=(jobs, busy, os.getppid(), scratch), daemon=True).start()
+    jobs: queue.Queue[dict[str, Any]] = queue.Queue()
+    threading.Thread(target=read, args=(jobs, os.getppid(), scratch), daemon=True).start()
     answers.write(b'{"ready": true}\n')
-    while (job := jobs.get()) is not None:
-        answers.write(json.dumps(answer(job)).encode() + b"\n")
-        if jobs.empty():
-            busy.clear()
-    leave(scratch)
+    while True:
+        answers.write(json.dumps(answer(jobs.get())).encode() + b"\n")
 
 
-def read(jobs: queue.Queue[dict[str, Any] | None], busy: threading.Event, parent: int, scratch: str) -> None:
+def read(jobs: queue.Queue[dict[str, Any]], parent: int, scratch: str) -> None:
     """Put jobs into the queue; end the process when nobody waits for it any more."""
-    rest, idle = b"", 0.0
-    while os.getppid() == parent and idle < IDLE_SECONDS:
-        if not select.select([0], [], [], 1.0)[0]:
-            idle = 0.0 if busy.is_set() else idle + 1.0
+    rest = b""
+    while os.getppid() == parent:
+        if not select.select([0], [], [], PARENT_SECONDS)[0]:
             continue
         data = os.read(0, 1 << 16)
         if not data:
             break
-        idle = 0.0
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
             jobs.put(json.loads(line))
-            busy.set()
-    leave(scratch)
-
-
-def leave(scratch: str) -> None:
     shutil.rmtree(scratch, ignore_errors=True)
     os._exit(0)
 

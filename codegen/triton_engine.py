@@ -38,7 +38,7 @@ _SCALAR_KINDS = {torch.float32: "fp32", torch.float64: "fp64", torch.int64: "i64
 def fuse(graph: Graph, context: Context) -> Plan:
     """What can be fused as kernels, the best of each by measurement; ATen runs the rest."""
     if context.cuda and settings.enabled("parallel_compile"):
-        warm_up(context.kernel_dir)
+        warm_up(context.kernel_dir, len(graph.nodes))
     tuning = tuning_of(context)
     sides = measured_sides(graph, tuning, context.kernel_dir, context.device) if context.cuda else {}
     products = measured_products(graph, tuning, context.kernel_dir, context.device) if context.cuda else {}

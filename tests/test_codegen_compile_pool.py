@@ -160,6 +160,37 @@ def test_two_programs_share_a_folder_at_the_same_time(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.bin"))) == 2 and not list(tmp_path.glob("*.tmp"))
 
 
+def test_processes_that_nobody_needs_end(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_pool, "IDLE_SECONDS", 0.2)
+    for op in OPS[:2]:
+        assert isinstance(pool.compile([kernel_of(op)], tmp_path, ARCH)[kernel_of(op)], Binary), "they start again"
+        until = time.monotonic() + 10
+        while pool.workers and time.monotonic() < until:
+            time.sleep(0.05)
+        assert pool.workers == []
+
+
+def test_a_first_graph_of_some_size_starts_them_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(compile_pool.Pool, "grow", lambda pool, wanted: started.append(wanted))
+    compile_pool.warm_up(tmp_path, 10)
+    assert not started
+    compile_pool.warm_up(tmp_path, 1000)
+    assert started == [compile_pool.processes()]
+    binaries.keep(kernel_of(), ARCH, tmp_path, Binary("name", 0, 4, b"code"))
+    compile_pool.warm_up(tmp_path, 1000)
+    assert len(started) == 1
+
+
+def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
+    alone = compile_pool.processes()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert (alone, compile_pool.processes()) == (12, 3)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "99")
+    assert compile_pool.processes() == 1
+
+
 SCRIPT = """
 print("imported", flush=True)
 import sys, pathlib, dataclasses
