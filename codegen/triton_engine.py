@@ -18,12 +18,13 @@ from codegen.engine import BackEnd, Context, EngineError, Generated
 from codegen.executable import Emit, Program, emit_call
 from codegen.explanation import facts
 from codegen.fuse import lower_all, plan
-from codegen.group import can_fuse, new_group
+from codegen.group import new_group
 from codegen.interpreted import Interpreted, launch
 from codegen.kernel import Kernel, KernelArg, KernelStep, Offset, Plan, Pointer, Scalar, Seed, Size, Temporary
 from codegen.kernel_files import KernelCompileError, write_source
 from codegen.loading import load_all
 from codegen.memory_plan import kernel_use
+from codegen.rules import can_fuse
 from codegen.templates import measured_products, with_tiles
 from codegen.triton_compile import interpret
 from codegen.tuning import HOPPER, INTERPRETER, Tuning
