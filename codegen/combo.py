@@ -30,7 +30,7 @@ HELD, FAR = 1 << 20, 16 << 20
 be held for longer, and be read from memory instead of from the cache."""
 
 TRIES, MAX_DEGREE = 4, 256
-FLAT_WARPS, WARPS_APART = 4, 4
+WARPS_APART = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -267,14 +267,13 @@ def launches(item: Item, steps: Sequence[Step]) -> list[Step]:
     """The item's steps in as few launches as arguments allow."""
     if len(item.steps) == 1:
         return [steps[item.steps[0]]]
-    warps = max(item.warps, default=FLAT_WARPS)
     by_kernel: dict[KernelKey | None, list[KernelStep]] = {}
     for index in item.steps:
         step = steps[index]
         assert isinstance(step, KernelStep)
         by_kernel.setdefault(kernel_key(step), []).append(step)
-    lanes = [lane for same in by_kernel.values() for lane in lanes_of(same, warps)]
-    return [packed[0].steps[0] if len(packed) == len(packed[0].steps) == 1 else ComboWriter(packed, warps).step()
+    lanes = [lane for same in by_kernel.values() for lane in lanes_of(same)]
+    return [packed[0].steps[0] if len(packed) == len(packed[0].steps) == 1 else ComboWriter(packed).step()
             for packed in pack(lanes)]
 
 

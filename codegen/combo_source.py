@@ -21,8 +21,8 @@ MAX_LANES = 8
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """How many steps of one kernel a combo holds, empty ranges included."""
 
-PER_WARP = 256
-"""Elements of a flat kernel that a warp takes at a time, at least."""
+FLAT_WARPS, PER_WARP = 4, 256
+"""A flat kernel's warps, where no other kernel of the launch asks for another number, and elements that each takes at least."""
 
 MANY_BLOCKS, MOST_BLOCKS = 4096, 8
 """Programs that keep a machine busy, and the most blocks that one program of a flat kernel walks beyond that: picking arguments
@@ -70,13 +70,11 @@ def pieces(source: str, name: str) -> Pieces | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lane:
-    """Steps that run one kernel. ``pattern`` says how each of its arguments is passed; ``block``: elements of a flat kernel's
-    block, 0 for other kernels, whose blocks stay as they are."""
+    """Steps that run one kernel. ``pattern`` says how each of its arguments is passed."""
 
     kernel: Kernel
     steps: tuple[KernelStep, ...]
     pattern: Pattern
-    block: int
 
     @property
     def count(self) -> int:
@@ -88,8 +86,9 @@ class Lane:
         own, same = (sum(how == kind for how in self.pattern) for kind in (OWN, SAME))
         return self.count * (own + 1) + same + 1
 
-    def programs(self, step: KernelStep) -> int:
-        return -(-step.flat // self.block) if self.block else step.grid[0]
+    @property
+    def flat(self) -> bool:
+        return self.steps[0].flat > 0
 
 
 def pattern_of(steps: Sequence[KernelStep]) -> Pattern:
@@ -115,16 +114,15 @@ def place(arg: KernelArg) -> object:
     return (arg.index, str(arg.dtype)) if isinstance(arg, Scalar) else arg
 
 
-def lanes_of(steps: Sequence[KernelStep], num_warps: int) -> list[Lane]:
+def lanes_of(steps: Sequence[KernelStep]) -> list[Lane]:
     """The steps, which run one kernel, as lanes of as many steps as a launch takes, those with most to do first."""
     kernel, pattern = steps[0].kernel, pattern_of(steps)
-    block = max(PER_WARP * num_warps, *(width(step) for step in steps)) if steps[0].flat else 0
     by_size = sorted(steps, key=lambda step: -(step.flat or step.grid[0]))
     own, same = (sum(how == kind for how in pattern) for kind in (OWN, SAME))
     most = max(1, (MAX_ARGUMENTS - same - 2) // (own + 1))
     most = max(count for count in COUNTS if count <= most)
     chunk = -(-len(steps) // -(-len(steps) // most))
-    return [Lane(kernel, tuple(by_size[at : at + chunk]), pattern, block) for at in range(0, len(steps), chunk)]
+    return [Lane(kernel, tuple(by_size[at : at + chunk]), pattern) for at in range(0, len(steps), chunk)]
 
 
 def width(step: KernelStep) -> int:
@@ -133,10 +131,11 @@ def width(step: KernelStep) -> int:
 
 
 class ComboWriter:
-    """Builds one combo. ``title`` heads the file."""
+    """Builds one combo. A flat kernel's block follows from the number of warps, those of other kernels stay as they are."""
 
-    def __init__(self, lanes: Sequence[Lane], num_warps: int) -> None:
-        self.lanes, self.num_warps = lanes, num_warps
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        self.lanes = lanes
+        self.num_warps = max((lane.kernel.num_warps for lane in lanes if not lane.flat), default=FLAT_WARPS)
         self.per = self._blocks_per_program()
         self.entries: list[tuple[str, str, KernelArg]] = []
         self._names: set[str] = set()
@@ -160,11 +159,15 @@ class ComboWriter:
                           tuple(dict.fromkeys(value for step in steps for value in step.writes)))
 
     def _blocks_per_program(self) -> int:
-        blocks = sum(lane.programs(step) for lane in self.lanes if lane.block for step in lane.steps)
+        blocks = sum(-(-step.flat // self._block(lane)) for lane in self.lanes if lane.flat for step in lane.steps)
         return min(max(blocks // MANY_BLOCKS, 1), MOST_BLOCKS)
 
+    def _block(self, lane: Lane) -> int:
+        """Elements that a flat kernel takes at a time."""
+        return max(PER_WARP * self.num_warps, *(width(step) for step in lane.steps))
+
     def _programs(self, lane: Lane, step: KernelStep) -> int:
-        return -(-lane.programs(step) // (self.per if lane.block else 1))
+        return -(-step.flat // (self._block(lane) * self.per)) if lane.flat else step.grid[0]
 
     def _name(self) -> str:
         counts = "_".join(str(lane.count) for lane in self.lanes)
@@ -197,7 +200,7 @@ class ComboWriter:
         return name
 
     def _dispatch(self) -> None:
-        if any(lane.block for lane in self.lanes):
+        if any(lane.flat for lane in self.lanes):
             self._add("per", "i32", Size(self.per))
         self._line(1, "pid = tl.program_id(0)")
         base = 0
@@ -256,7 +259,7 @@ class ComboWriter:
         self._tree(lane, mark, own, first, middle, high, indent + 1)
 
     def _call(self, lane: Lane, mark: str, passed: list[str], indent: int) -> None:
-        constants = [(name, lane.block if lane.block and name == "B1" else value)
+        constants = [(name, self._block(lane) if lane.flat and name == "B1" else value)
                      for name, value in lane.kernel.constexprs]
         for name, value in constants:
             self.constants.append((mark + name, value))
@@ -268,7 +271,7 @@ class ComboWriter:
         function = next((known for text, known in self._functions.items() if text.endswith(body)), f"lane{len(self._functions)}")
         self._functions.setdefault(f"@triton.jit\ndef {function}{body}", function)
         arguments = ", ".join(by_name[name] for name in cut.parameters)
-        if not lane.block:
+        if not lane.flat:
             self._line(indent, f"{function}(pid - {mark}first, {arguments})")
             return
         self._line(indent, f"{mark}block = (pid - {mark}first) * per")

@@ -13,17 +13,16 @@ from types import MappingProxyType
 from typing import Collection, Iterable, Mapping, Sequence
 
 from codegen import inline
-from codegen.body import Scratch
-from codegen.emit import emit_group
 from codegen.expressions import Unsupported
 from codegen.group import Group, Unit, joint_level, merge, new_group
 from codegen.instructions import Part
-from codegen.kernel import ExternStep, KernelStep, Plan, Refusal
+from codegen.kernel import Plan, Refusal
 from codegen.lower import lower
 from codegen.product import lower_product
 from codegen.pulled import nothing_known
 from codegen.rounds import pairs
 from codegen.rules import can_fuse
+from codegen.steps import Steps
 from codegen.tuning import HOPPER, Tuning
 from ir_nodes import settings
 from ir_nodes.graph import Graph
@@ -62,27 +61,10 @@ def plan_units(units: Sequence[Unit], wanted: Iterable[Value], tuning: Tuning, s
     """Kernels and extern calls for ``units``, which leave the values ``wanted`` in memory."""
     fuser = fused(units, tuning, sides)
     groups = sort_groups(fuser.groups())
-    outputs = dict.fromkeys(wanted)
-    home = {unit: group for group in groups for unit in group.units}
-    users = users_of(units)
-    steps: list[KernelStep | ExternStep] = []
-    needs: list[tuple[int, ...]] = []
-    ends: dict[Group, tuple[int, ...]] = {}  # the step after which a group's work is done; what it needs, if it has no step
-    scratch = Scratch()
+    made = Steps(wanted, users_of(units), tuning)
     for group in groups:
-        before = tuple(dict.fromkeys(step for pred in group.preds for step in ends[pred]))
-        if group.fusible:
-            outside = {value for value in values_written_by(group) if value in outputs or any(
-                home[user] is not group for user in users.get(value, ()))}
-            made: Sequence[KernelStep | ExternStep] = emit_group(group, outside, scratch, tuning)
-        else:
-            made = [ExternStep(group.units[0].node, group.units[0].reason)]
-        for step in made:
-            needs.append(before)
-            before = (len(steps),)
-            steps.append(step)
-        ends[group] = before
-    return Plan(tuple(steps), scratch.all(), tuple(fuser.refusals), tuple(needs))
+        made.add(group)
+    return Plan(tuple(made.steps), made.scratch.all(), tuple(fuser.refusals), tuple(made.needs))
 
 
 def partition(graph: Graph, tuning: Tuning = HOPPER) -> list[tuple[tuple[Node, ...], bool]]:

@@ -119,8 +119,6 @@ def _split_reason(left: Group, right: Group, joint: Joint) -> str | None:
         if part is None:
             continue
         reads = [access.value for mode, access in part.accesses() if mode == "r"]
-        if unit in placed and not any(value in late for value in reads):
-            return "the reduction is split over programs, so it cannot take part in work per result"
         if part.waits and part.reduced is not None:
             return "one reduction is split over programs, the other needs whole rows"
         if unit not in placed and any(value in late for value in reads):

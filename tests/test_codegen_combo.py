@@ -16,6 +16,7 @@ from codegen.combo import combine
 from codegen.combo_source import COUNTS, MAX_ARGUMENTS, MAX_LANES
 from codegen.fuse import plan
 from codegen.kernel import Plan, Size
+from codegen.tuning import Tuning
 from ir_nodes import Access, BufferKind, Graph, Layout, settings
 
 SIZES: tuple[tuple[int, ...], ...] = ((5,), (3, 4), (16, 16), (16, 2), (64,), (128,), (1,), (1,), (7, 9), (4096,), (10000,), (3,))
@@ -96,6 +97,17 @@ def test_small_kernels_of_different_kinds_share_a_launch() -> None:
 
 def test_reductions_of_one_kind_share_a_launch() -> None:
     check(lambda x, y: (x.softmax(-1), y.softmax(-1)), torch.randn(6, 40), torch.randn(9, 40), count=1, combos=True)
+
+
+def test_second_halves_of_split_reductions_wait_for_one_launch() -> None:
+    def program(grad: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        inner = torch.ops.aten.gelu_backward(grad, x)
+        outer = torch.ops.aten.gelu_backward(inner.cumsum(0), y)  # ATen needs the first kernel's result, but not the sum
+        return [outer, inner.sum(0), outer.sum(0)]
+
+    split = Tuning(split_numel=64, split_column=8, split_rows=8, programs=8)
+    made = check(program, *(torch.randn(40, 24) for _ in range(3)), extern=1, count=3, tuning=split, combos=True)
+    assert kernels(made)[-1].kernel.name.startswith("combo_2_reduce")
 
 
 def test_a_launch_holds_a_few_kernels_only() -> None:

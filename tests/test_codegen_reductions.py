@@ -7,7 +7,7 @@ from typing import Any, Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import check
+from graphs import check, kernels
 
 from codegen.tuning import HOPPER, INTERPRETER, Tuning
 
@@ -168,3 +168,17 @@ def test_a_split_reduction_whose_result_meets_an_operand_of_its_summands() -> No
 def test_empty_tensors_are_left_to_aten() -> None:
     made = check(lambda x: (x * 2, x.sum(0)), torch.randn(0, 3), extern=2)
     assert {step.reason for step in made.steps} == {"an empty tensor"}
+
+
+def test_an_update_joins_a_split_reduction_though_part_of_it_needs_no_result() -> None:
+    split = Tuning(split_numel=64, split_column=8, split_rows=8, programs=8)
+
+    def program(x: torch.Tensor, p: torch.Tensor, m: torch.Tensor) -> list[torch.Tensor]:
+        grad = x.sum(0)
+        p.mul_(0.9)  # weight decay
+        m.lerp_(grad, 0.1)
+        p.addcdiv_(m, grad * grad + 1, value=-0.1)
+        return [grad, p, m]
+
+    made = check(program, torch.rand(40, 24), torch.rand(24), torch.rand(24), count=2, tuning=split)
+    assert len(kernels(made)[1].writes) == 3

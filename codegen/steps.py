@@ -1,0 +1,60 @@
+"""Makes a plan's steps of fused groups, with what each waits for. Imports `ir_nodes` and codegen's planning modules."""
+
+from __future__ import annotations
+
+from typing import Iterable, Mapping, Sequence
+
+from codegen.body import Scratch
+from codegen.emit import emit_group
+from codegen.group import Group, Unit
+from codegen.kernel import ExternStep, KernelStep, Temporary
+from codegen.tuning import Tuning
+from ir_nodes.node import Buffer, Value
+
+Step = KernelStep | ExternStep
+Users = Mapping[Value, Iterable[Unit]]
+
+
+class Steps:
+    """``steps`` in order, and for each in ``needs`` the positions of those that it waits for."""
+
+    def __init__(self, wanted: Iterable[Value], users: Users, tuning: Tuning) -> None:
+        self.steps: list[Step] = []
+        self.needs: list[tuple[int, ...]] = []
+        self.scratch = Scratch()
+        self._wanted, self._users, self._tuning = dict.fromkeys(wanted), users, tuning
+        self._made: dict[Group, tuple[int, ...]] = {}
+        self._before: dict[Group, tuple[int, ...]] = {}
+
+    def add(self, group: Group) -> None:
+        """Append the steps of ``group``, whose predecessors are all there."""
+        before = tuple(dict.fromkeys(step for pred in group.preds for step in self._awaited(pred, group)))
+        made = self._emit(group)
+        self._made[group], self._before[group] = tuple(range(len(self.steps), len(self.steps) + len(made))), before
+        for step in made:
+            self.needs.append(before)
+            before = (len(self.steps),)
+            self.steps.append(step)
+
+    def _emit(self, group: Group) -> Sequence[Step]:
+        if not group.fusible:
+            return [ExternStep(group.units[0].node, group.units[0].reason)]
+        inside = dict.fromkeys(group.units)
+        outside = {value for unit in group.units for value in unit.makes
+                   if value in self._wanted or any(user not in inside for user in self._users.get(value, ()))}
+        return emit_group(group, outside, self.scratch, self._tuning)
+
+    def _awaited(self, pred: Group, group: Group) -> tuple[int, ...]:
+        """The steps of ``pred`` that ``group`` waits for: the first of a split reduction's two where only that one matters."""
+        made = self._made[pred]
+        if len(made) != 2:
+            return made[-1:] or self._before[pred]
+        mine = {value.buffer for unit in group.units for value in (*unit.needs, *unit.makes)}
+        first, last = (mine & buffers(self.steps[end]) for end in (made[0], made[-1]))
+        return made[:1] if first and not last else made[-1:]
+
+
+def buffers(step: Step) -> set[Buffer]:
+    """The buffers that a kernel loads from or stores to."""
+    assert isinstance(step, KernelStep)
+    return {value.buffer for value in (*step.reads, *step.writes) if not isinstance(value, Temporary)}
