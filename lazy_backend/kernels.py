@@ -53,6 +53,26 @@ def banned_from_autocast(*args: Any, **kwargs: Any) -> Tensor:
                        "binary_cross_entropy_with_logits or BCEWithLogitsLoss, which are safe.")
 
 
+def plus(gates: Tensor, bias: Tensor | None) -> Tensor:
+    return gates if bias is None else gates + bias
+
+
+def lstm_cell(input: Tensor, hidden: Tensor, cx: Tensor, bias: Tensor | None = None, hidden_bias: Tensor | None = None
+              ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Fused cells exist on CUDA only; on a CPU this is what eager mode computes there."""
+    gates = (plus(input, bias) + plus(hidden, hidden_bias)).chunk(4, 1)
+    cy = gates[1].sigmoid() * cx + gates[0].sigmoid() * gates[2].tanh()
+    return gates[3].sigmoid() * cy.tanh(), cy, torch.empty(0, dtype=cx.dtype, device=cx.device)
+
+
+def gru_cell(input: Tensor, hidden: Tensor, hx: Tensor, bias: Tensor | None = None, hidden_bias: Tensor | None = None
+             ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """See `lstm_cell`."""
+    i, h = plus(input, bias).chunk(3, 1), plus(hidden, hidden_bias).chunk(3, 1)
+    update, fresh = (h[1] + i[1]).sigmoid(), (i[2] + (h[0] + i[0]).sigmoid() * h[2]).tanh()
+    return (hx - fresh) * update + fresh, torch.empty(0, dtype=hx.dtype, device=hx.device)
+
+
 _library: list[torch.library.Library] = []  # a registration lasts as long as its library
 
 
@@ -63,6 +83,9 @@ def install(_: ModuleType) -> None:
                          ("range.out_", range_out), ("_reshape_from_tensor", reshape_from_tensor)):  # fmt: skip
         library.impl(name, kernel, "PrivateUse1")
     library.impl("_reshape_from_tensor", reshape_from_tensor, "AutogradPrivateUse1")
+    if not core.physical_is_cuda():
+        library.impl("_thnn_fused_lstm_cell", lstm_cell, "AutogradPrivateUse1")
+        library.impl("_thnn_fused_gru_cell", gru_cell, "AutogradPrivateUse1")
     library.impl("binary_cross_entropy", banned_from_autocast, "AutocastPrivateUse1")
     _library.append(library)
 

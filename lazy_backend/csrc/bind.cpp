@@ -3,6 +3,8 @@
 #include <ATen/Context.h>
 #include <ATen/SequenceNumber.h>
 #include <pthread.h>
+
+#include <algorithm>
 #include <pybind11/functional.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Dtype.h>
@@ -77,17 +79,30 @@ Trace trace_for(const std::vector<at::Tensor>& tensors, DeviceIndex device) {
 
 using LaunchArgs = std::vector<std::tuple<std::string, int32_t, int64_t>>;
 
-// `args`: ("ptr", slot, byte offset) | ("fp32" | "fp64" | "i64", scalar index or -1, value)
+// `args`: ("ptr", slot, byte offset) | ("fp32" | "fp64" | "i64", scalar index or -1, value) | ("seed", generator's buffer, 0) |
+// ("offset", generator's buffer, how far it moves on)
 void add_launch(Program& p, uint64_t function, std::array<uint32_t, 3> grid, uint32_t threads, uint32_t shared,
                 const LaunchArgs& args, int32_t instr) {
   using Arg = Program::LaunchArg;
   Program::Launch l{reinterpret_cast<void*>(function), grid, threads, shared, {}};
   for (const auto& [kind, index, value] : args) {
-    const auto type = kind == "ptr" ? Arg::Pointer : kind == "fp32" ? Arg::Float : kind == "fp64" ? Arg::Double : Arg::Integer;
-    l.args.push_back({type, index, value});
+    static const auto* kinds = new std::vector<std::string>{"ptr", "fp32", "fp64", "i64", "seed", "offset"};
+    const auto type = std::find(kinds->begin(), kinds->end(), kind) - kinds->begin();
+    l.args.push_back({static_cast<Arg::Kind>(type), index, value});
   }
   p.steps.push_back({std::move(l), instr});
   p.launches++;
+}
+
+// `layouts`: (dtype, size, stride, offset) for each slot where the compiler chose them, else nothing.
+using Layout = std::tuple<at::ScalarType, std::vector<int64_t>, std::vector<int64_t>, int64_t>;
+void add_call(Program& p, int32_t instr, std::vector<int32_t> slots, const std::vector<Layout>& layouts) {
+  Program::Call call{std::move(slots), {}};
+  for (const auto& [dtype, size, stride, offset] : layouts) {
+    call.layouts.push_back({0, static_cast<int32_t>(p.dims.size()), static_cast<int16_t>(size.size()), dtype, false, false, offset});
+    for (const auto* shape : {&size, &stride}) p.dims.insert(p.dims.end(), shape->begin(), shape->end());
+  }
+  p.steps.push_back({std::move(call), instr});
 }
 
 // As nn.Module.to does for devices that PyTorch knows: `p` keeps its identity and takes over the contents of `other`.
@@ -103,7 +118,6 @@ void set_data(const at::Tensor& p, const at::Tensor& other) {
 
 void start(bool cuda, int count) {
   start_device(cuda, count);
-  if (!cuda) use_cpu_cells();
   register_lazy_core();
   constexpr auto unlock = [] { for (auto& r : recorders()) r->mutex.unlock(); };
   pthread_atfork([] { for (auto& r : recorders()) r->mutex.lock(); }, unlock, [] {
@@ -164,6 +178,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_logger", [](Logger log) { logger = new Logger(std::move(log)); });
   m.def("set_schema_reader", keeper(schema_reader_));
   m.def("set_inferrer", keeper(inferrer_));
+  m.def("set_capturer", [](py::object f) {  // capture(device, body) -> (graph, its owner); body(stream)
+    capturer = new Capturer([f = new py::object(std::move(f))](DeviceIndex i, std::function<void(void*)> body) {
+      py::gil_scoped_acquire gil;
+      auto run = py::cpp_function([&](uintptr_t stream) { body(reinterpret_cast<void*>(stream)); });
+      auto [graph, owner] = (*f)(i, run).cast<std::pair<uintptr_t, py::object>>();
+      auto drop = [](py::object* o) { py::gil_scoped_acquire again; delete o; };
+      return std::pair<void*, std::shared_ptr<void>>(reinterpret_cast<void*>(graph), std::shared_ptr<py::object>(new py::object(owner), drop));
+    });
+  });
   m.def("set_holder", [](Holder hold) { holder = new Holder(std::move(hold)); });
   m.def("barrier", [](DeviceIndex i, const char* kind, const std::string& reason) { recorder(i).barrier(kind, reason); },
         py::call_guard<py::gil_scoped_release>());
@@ -193,12 +216,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readwrite("order", &Program::order).def_readwrite("nodes", &Program::nodes).def_readwrite("dead", &Program::dead)
       .def_readwrite("slots", &Program::slots).def_readwrite("inputs", &Program::inputs)
       .def_readwrite("outputs", &Program::outputs).def_readwrite("rest", &Program::rest).def_readwrite("kept", &Program::kept)
-      .def("call", [](Program& p, int32_t instr, std::vector<int32_t> slots) {
-        p.steps.push_back({Program::Call{std::move(slots)}, instr});
+      .def("call", &add_call)
+      .def_readwrite("movable", &Program::movable)
+      .def("graph", [](Program& p, size_t first, size_t last, std::array<std::vector<int32_t>, 4> uses) {
+        auto& [reads, makes, frees, numbers] = uses;
+        p.graphs.push_back({first, last, reads, makes, frees, numbers});
       })
       .def("launch", &add_launch)
       .def("python", [](Program& p, Program::Python step, int32_t instr) { p.steps.push_back({std::move(step), instr}); })
       .def("alloc", [](Program& p, int32_t slot, size_t nbytes) { p.steps.push_back({Program::Alloc{slot, nbytes}, -1}); })
+      .def("part", [](Program& p, int32_t slot, int32_t whole, size_t offset, size_t nbytes) {
+        p.steps.push_back({Program::Part{slot, whole, offset, nbytes}, -1});
+      })
       .def("free", [](Program& p, int32_t slot) { p.steps.push_back({Program::Free{slot}, -1}); })
       .def("mark", [](Program& p, size_t depth, std::string name) {
         p.steps.push_back({Program::Mark{depth, std::move(name)}, -1});

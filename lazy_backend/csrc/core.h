@@ -218,7 +218,6 @@ c10::DeviceType physical_type();
 c10::Device physical_device(DeviceIndex i);
 void synchronize(DeviceIndex i);  // waits for the physical device
 void start_device(bool cuda, int count);
-void use_cpu_cells();
 void resize_bytes(const c10::Storage& s, size_t n);
 Buffer* default_generator_buffer(DeviceIndex i);
 Buffer* generator_buffer(const at::Generator& g);
@@ -246,7 +245,7 @@ inline std::atomic<uint64_t> schedule_key{0};  // part of every key; changes wit
 
 // STATS in api.py names them.
 enum Stat {
-  kRecorded, kCompiles, kHits, kNodesRun, kNodesDead, kKernelsRun, kFallbacks, kInfers, kEvicted, kFlushes, kHeld, kPeak, kStats
+  kRecorded, kCompiles, kHits, kNodesRun, kNodesDead, kKernelsRun, kFallbacks, kInfers, kEvicted, kFlushes, kHeld, kPeak, kReplays, kStats
 };
 inline std::array<std::atomic<int64_t>, kStats> stats;
 void count(const std::string& counter);  // in torch._lazy.metrics

@@ -183,21 +183,6 @@ Tensor group_norm(const Tensor& x, int64_t groups, Mask weight, Mask bias, doubl
   return at::native::group_norm(physical_type() == c10::kCUDA ? x.contiguous() : x, groups, weight, bias, eps, cudnn);
 }
 
-// Recurrent cells: fused kernels exist on CUDA only, so that on a CPU the cells are what eager mode computes there.
-using Bias = const optional<Tensor>&;
-Tensor plus(const Tensor& gates, Bias bias) { return bias && bias->defined() ? gates + *bias : gates; }
-
-std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& in, const Tensor& hidden, const Tensor& cx, Bias b_in, Bias b_hidden) {
-  auto gates = (plus(in, b_in) + plus(hidden, b_hidden)).chunk(4, 1);
-  auto cy = gates[1].sigmoid() * cx + gates[0].sigmoid() * gates[2].tanh();
-  return {gates[3].sigmoid() * cy.tanh(), cy, Tensor()};
-}
-std::tuple<Tensor, Tensor> gru_cell(const Tensor& in, const Tensor& hidden, const Tensor& hx, Bias b_in, Bias b_hidden) {
-  auto i = plus(in, b_in).chunk(3, 1), h = plus(hidden, b_hidden).chunk(3, 1);
-  auto update = (h[1] + i[1]).sigmoid(), fresh = (i[2] + (h[0] + i[0]).sigmoid() * h[2]).tanh();
-  return {(hx - fresh) * update + fresh, Tensor()};
-}
-
 // Ops with a composite kernel that would fall apart before it reaches us, or takes our memory for the CPU's.
 void keep_whole(torch::Library& m) {
   auto boxed = [&](const std::string& name) { m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&record_boxed>()); };
@@ -241,11 +226,6 @@ TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
 // copy_ resolves conjugate and negative bits itself; their fallbacks would clone, which copies again.
 TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
-void use_cpu_cells() {
-  static torch::Library m(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradPrivateUse1, __FILE__, __LINE__);
-  m.impl("_thnn_fused_lstm_cell", lstm_cell);
-  m.impl("_thnn_fused_gru_cell", gru_cell);
-}
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&record_boxed>()); }
 
 }  // namespace lazysched

@@ -10,12 +10,14 @@ namespace lazysched {
 // Runs recordings of one hash: they differ in their buffers and numbers alone, so ops are read from the recording itself.
 struct Program {
   // The recorded op on physical tensors. A slot for each tensor operand, then for each new output. -1: none; -2 - a: the tensor
-  // is the same as argument `a`, which some ops ask for (attention: are key and query one tensor?).
-  struct Call { std::vector<int32_t> slots; };
+  // is the same as argument `a`, which some ops ask for (attention: are key and query one tensor?). `layouts`: those that the
+  // compiler chose, slot by slot; none: as recorded.
+  struct Call { std::vector<int32_t> slots; std::vector<Operand> layouts; };
   struct LaunchArg {
-    enum Kind : uint8_t { Pointer, Float, Double, Integer } kind;
-    int32_t index;  // the pointer's slot; the number of this recording, or -1: `value`
-    int64_t value;  // the pointer's byte offset, or a constant
+    enum Kind : uint8_t { Pointer, Float, Double, Integer, Seed, Offset } kind;
+    int32_t index;  // the pointer's slot; the generator's buffer; the number of this recording, or -1: `value`
+    int64_t value;  // the pointer's byte offset, how many numbers are drawn, or a constant
+    bool fixed() const { return kind == Pointer || (kind <= Integer && index < 0); }
   };
   struct Launch {
     void* function;
@@ -24,25 +26,48 @@ struct Program {
     std::vector<LaunchArg> args;
   };
   struct Alloc { int32_t slot; size_t nbytes; };
+  struct Part { int32_t slot, whole; size_t offset, nbytes; };  // of another slot's memory
   struct Free { int32_t slot; };
   struct Mark { size_t depth; std::string name; };  // profiler's ranges: ends those from `depth` on, begins one unless unnamed
   // A Python function of every slot's bytes (none where it is empty) and the recording's numbers.
   using Python = std::function<void(const std::vector<std::optional<at::Tensor>>&, const std::vector<c10::Scalar>&)>;
   struct Step {
-    std::variant<Call, Launch, Alloc, Free, Mark, Python> what;
+    std::variant<Call, Launch, Alloc, Part, Free, Mark, Python> what;
     int32_t instr;  // the recorded op that it runs, to name when it fails
+  };
+  // Steps that the driver replays in one go. Addresses are a part of it, so it serves as long as they hold; see graph.cpp.
+  struct Graph {
+    size_t first, last;
+    std::vector<int32_t> reads, makes, frees, numbers;  // slots from outside, filled, emptied; the numbers that its calls take
+    std::shared_ptr<void> exec, owner;                  // `owner` keeps its memory
+    void* stream = nullptr;
+    std::vector<const void*> bound;      // where the bytes of what it reads lay
+    std::vector<c10::Storage> copies;    // memory of its own for what it reads and what moves, else none
+    std::vector<c10::Storage> made;
+    std::vector<IValue> given;           // the numbers
+    struct Kernel { size_t step; void* node; std::vector<uint64_t> words; };
+    std::vector<Kernel> kernels;         // whose numbers may change
+    int misses = 0, served = 0;
   };
 
   std::vector<Step> steps;
+  std::vector<int64_t> dims;  // sizes and strides of the compiler's layouts
   int32_t slots = 0;
   std::vector<std::pair<int32_t, int32_t>> inputs;  // (buffer, slot)
   std::vector<std::array<int32_t, 3>> outputs;      // (buffer, slot, the step after which the slot holds the result)
   std::vector<int32_t> rest, kept;  // instructions that stay recorded, and the buffers that they need
   int64_t nodes = 0, dead = 0, launches = 0;
   int64_t order = -1;  // which report tells how its segments were ordered
+  int64_t runs = 0;
+  std::vector<Graph> graphs;
+  std::vector<uint8_t> movable;  // slots whose bytes may be copied to where a graph reads them: small, and only read
 
   // Runs on the physical device. On failure `failed` names the instruction; results that were ready are handed out all the same.
-  void run(Trace& trace, DeviceIndex device, int32_t& failed) const;
+  void run(Trace& trace, DeviceIndex device, int32_t& failed);
 };
+
+// Calls `body` on a stream that is being captured: gives the graph and what keeps its memory. Python's, kept for ever.
+using Capturer = std::function<std::pair<void*, std::shared_ptr<void>>(DeviceIndex, std::function<void(void*)>)>;
+inline Capturer* capturer = nullptr;
 
 }  // namespace lazysched

@@ -1,0 +1,213 @@
+// One run of a program: ATen calls through the dispatcher, Triton kernels through the driver.
+#pragma once
+#include "program.h"
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/record_function.h>
+#include <dlfcn.h>
+
+#include <bit>
+
+namespace lazysched {
+
+// The driver is found at run time, so that the core builds without CUDA.
+template <class F>
+F* driver(const char* name) {
+  void* lib = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
+  TORCH_CHECK(lib, "lazysched: libcuda.so.1 cannot be loaded: ", dlerror());
+  auto* function = reinterpret_cast<F*>(dlsym(lib, name));
+  TORCH_CHECK(function, "lazysched: libcuda.so.1 has no ", name);
+  return function;
+}
+
+inline void driver_check(int code, const char* what) {
+  if (!code) return;
+  const char* text = nullptr;
+  driver<int(int, const char**)>("cuGetErrorString")(code, &text);
+  TORCH_CHECK(false, what, " failed: ", text ? text : std::to_string(code));
+}
+
+struct Runner {
+  Trace& trace;
+  Program& program;
+  const DeviceIndex device;
+  void* stream;
+  std::vector<c10::Storage> slots;
+  const Program::Call* call = nullptr;  // that runs
+  Program::Graph* captured = nullptr;  // the stretch that is being captured
+  size_t step = 0;
+  Stack stack = {};  // of the op that runs; kept for its memory
+  std::vector<uint64_t> words = {};  // arguments of the kernel that is launched
+  std::vector<void*> params = {};
+  std::vector<std::unique_ptr<at::RecordFunction>> ranges = {};  // the segments that run, the outermost first
+
+  // The layout of the tensor in `slot`, one of the call's: `recorded`, unless the compiler chose another.
+  const Operand& chosen(const Operand& recorded, const int32_t* slot) const {
+    return call->layouts.empty() ? recorded : call->layouts[slot - call->slots.data()];
+  }
+  c10::IntArrayRef shape(const Operand& o, int16_t from) const {
+    return {(call->layouts.empty() ? trace.dims : program.dims).data() + o.dims + from, static_cast<size_t>(o.ndim)};
+  }
+
+  at::Tensor view(const Operand& recorded, const int32_t* slot) const {
+    if (*slot < 0 || recorded.buffer < 0) return {};
+    TORCH_INTERNAL_ASSERT(slots[*slot], "slot ", *slot, " is empty");
+    const Operand& o = chosen(recorded, slot);
+    return alias_storage(slots[*slot], o.dtype, shape(o, 0), shape(o, o.ndim), o.offset, o.conj, o.neg);
+  }
+
+  // `slot`: that of the argument's first tensor; moves on behind its last.
+  IValue argument(const Arg& a, const Instr& in, const int32_t*& slot) const {
+    const auto n = static_cast<size_t>(a.count);
+    auto tensor = [&](size_t i) { return view(trace.operands[a.first + i], slot++); };
+    auto number = [&](size_t i) -> const IValue& { return trace.scalars[a.first + i]; };
+    switch (a.kind) {
+      case ArgKind::Tensor: return *slot < -1 ? IValue(stack[-2 - *slot++]) : tensor(0);
+      case ArgKind::TensorList: return make_list<at::Tensor>(n, tensor);
+      case ArgKind::OptTensorList:
+        return make_list<std::optional<at::Tensor>>(n, [&](size_t i) { return if_defined(tensor(i)); });
+      case ArgKind::Scalar: return number(0);
+      case ArgKind::FloatList: return make_list<double>(n, [&](size_t i) { return number(i).toDouble(); });
+      case ArgKind::ScalarList: return make_list<c10::Scalar>(n, [&](size_t i) { return number(i).toScalar(); });
+      case ArgKind::HostScalar: {
+        auto t = at::scalar_tensor(number(0).toScalar(), at::TensorOptions().dtype(a.dtype));
+        if (a.wrapped) t.unsafeGetTensorImpl()->set_wrapped_number(true);
+        return t;
+      }
+      case ArgKind::Generator: return in.generator >= 0 ? IValue(trace.buffers[in.generator]->generator) : IValue();
+      case ArgKind::Device: return physical_device(device);
+      default: return a.value;
+    }
+  }
+
+  // The result's own storage where nothing else holds it and it has the layout that was promised, else a copy.
+  c10::Storage keep(const at::Tensor& got, const Operand& want, const OpInfo& op) const {
+    const auto size = shape(want, 0), stride = shape(want, want.ndim);
+    const bool own = got.storage().use_count() == 1 && got.storage_offset() == 0 && !got.is_conj() && !got.is_neg();
+    if (own && got.scalar_type() == want.dtype && got.sizes() == size && got.strides() == stride) return count_bytes(got.storage());
+    // Attention returns its random seed in host memory and wants it back there, so the device is the op's own choice.
+    auto fresh = at::empty_strided(size, stride, at::TensorOptions().dtype(want.dtype).device(got.device()));
+    // Statistics that the op leaves out in inference: nobody may read them, in eager mode either.
+    if (!got.numel()) return count_bytes(fresh.storage());
+    TORCH_CHECK(got.sizes() == size, op.name, " promised a result of shape ", size, " and gave ", got.sizes());
+    return count_bytes(fresh.copy_(got).storage());
+  }
+
+  // `slot`: that of the op's first new output.
+  void take_results(const Instr& in, const int32_t* slot) {
+    const Operand* want = trace.operands.data() + in.outs;
+    const int32_t* end = slot + in.n_outs;
+    for (size_t r = 0; r < stack.size(); r++) {
+      if (in.op->return_alias[r] >= 0 || !(stack[r].isTensor() || stack[r].isTensorList())) continue;
+      for (const auto& e : elements(stack[r])) {
+        if (slot == end) return;
+        if (*slot >= 0 && is_tensor(e)) slots[*slot] = keep(e.toTensor(), chosen(*want, slot), *in.op);
+        slot++, want++;
+      }
+    }
+  }
+
+  void run(const Program::Call& now, int32_t index) {
+    const Instr& in = trace.instrs[index];
+    call = &now;
+    stack.clear();
+    const int32_t* slot = now.slots.data();
+    for (size_t i = 0; i < in.op->args.size(); i++) stack.push_back(argument(trace.args[in.args + i], in, slot));
+    {
+      std::optional<LentState> lent;
+      const bool lend = in.generator >= 0 && !in.op->generator_arg;
+      if (lend) lent.emplace(trace.buffers[in.generator]->generator, device);
+      // An op with several outputs hands back references to its arguments after it has dropped them from the stack.
+      const Stack held = in.op->return_alias.size() > 1 ? stack : Stack();
+      in.op->handle.callBoxed(&stack);
+    }
+    resolve(in);
+    if (in.n_outs) take_results(in, slot);
+    stack.clear();
+  }
+
+  // Some kernels leave the conjugation of an output to whoever reads it, which its recorded layout does not say.
+  void resolve(const Instr& in) const {
+    for (size_t r = 0; r < stack.size(); r++) {
+      const int arg = in.op->return_alias[r];
+      if (arg < 0 || !is_tensor(stack[r]) || !stack[r].toTensor().is_conj()) continue;
+      if (trace.operands[trace.args[in.args + arg].first].conj) continue;
+      stack[r].toTensor()._set_conj(false);
+      stack[r].toTensor().conj_physical_();
+    }
+  }
+
+  // What a launch takes: the address of each argument. The words behind the last are Triton's scratch pointers, which are null.
+  static constexpr size_t kScratch = 2;
+  void** pointers(std::vector<uint64_t>& all) {
+    params.clear();
+    for (auto& word : all) params.push_back(&word);
+    return params.data();
+  }
+
+  uint64_t launch_word(const Program::LaunchArg& a) {
+    using Arg = Program::LaunchArg;
+    if (a.kind == Arg::Pointer) {
+      auto& s = slots[a.index];
+      if (s.device_type() != physical_type()) s = bytes_of(s).to(physical_device(device)).storage();
+      return reinterpret_cast<uint64_t>(static_cast<const char*>(s.data()) + a.value);
+    }
+    if (a.fixed()) return static_cast<uint64_t>(a.value);
+    if (a.kind == Arg::Seed || a.kind == Arg::Offset) {
+      auto& generator = trace.buffers[a.index]->generator;
+      if (a.kind == Arg::Seed) return generator.current_seed();
+      const auto offset = generator.get_offset();
+      generator.set_offset(offset + static_cast<uint64_t>(a.value));
+      return offset;
+    }
+    const auto number = trace.scalars[a.index].toScalar();
+    if (a.kind == Arg::Float) return std::bit_cast<uint32_t>(static_cast<float>(number.toDouble()));
+    return a.kind == Arg::Double ? std::bit_cast<uint64_t>(number.toDouble()) : static_cast<uint64_t>(number.toLong());
+  }
+
+  void run(const Program::Launch& l, int32_t) {
+    static auto* const launch = driver<int(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*,
+                                           void**, void**)>("cuLaunchKernel");
+    words.assign(l.args.size() + kScratch, 0);
+    for (size_t i = 0; i < l.args.size(); i++)
+      if (!captured || l.args[i].fixed()) words[i] = launch_word(l.args[i]);
+    const auto& [x, y, z] = l.grid;
+    driver_check(launch(l.function, x, y, z, l.threads, 1, 1, l.shared, stream, pointers(words), nullptr), "a kernel's launch");
+    if (captured) note_kernel(l);
+  }
+
+  void run(const Program::Alloc& a, int32_t) { slots[a.slot] = physical_bytes(a.nbytes, device); }
+  void run(const Program::Part& p, int32_t) {
+    auto* whole = new c10::Storage(slots[p.whole]);  // lives as long as its part
+    c10::DataPtr bytes(static_cast<char*>(whole->mutable_data()) + p.offset, whole,
+                       [](void* w) { delete static_cast<c10::Storage*>(w); }, whole->device());
+    slots[p.slot] = c10::Storage(c10::Storage::use_byte_size_t(), p.nbytes, std::move(bytes), nullptr, false);
+  }
+  void run(const Program::Free& f, int32_t) { slots[f.slot] = c10::Storage(); }
+  void run(const Program::Mark& mark, int32_t) {
+    while (ranges.size() > mark.depth) ranges.pop_back();
+    if (mark.name.empty()) return;
+    ranges.push_back(std::make_unique<at::RecordFunction>(at::RecordScope::USER_SCOPE));
+    if (ranges.back()->isActive()) ranges.back()->before(mark.name);
+  }
+  void run(const Program::Python& step, int32_t) {
+    std::vector<std::optional<at::Tensor>> bytes;
+    std::vector<c10::Scalar> numbers;
+    for (const auto& s : slots) bytes.push_back(s ? std::optional<at::Tensor>(bytes_of(s)) : std::nullopt);
+    for (const auto& v : trace.scalars) numbers.push_back(v.toScalar());
+    step(bytes, numbers);
+  }
+
+  void run_step() { std::visit([&](const auto& what) { run(what, program.steps[step].instr); }, program.steps[step].what); }
+
+  // graph.cpp
+  bool serve(Program::Graph& g, bool warm);  // runs the stretch as a graph, if that is possible
+  bool ready(const Program::Graph& g) const;
+  void rebind(Program::Graph& g);
+  void part(Program::Graph& g, size_t bad, const char* why);
+  void capture(Program::Graph& g);
+  void replay(Program::Graph& g);
+  void note_kernel(const Program::Launch& l);
+};
+
+}  // namespace lazysched
