@@ -6,9 +6,15 @@ import os
 from dataclasses import dataclass
 from typing import Callable, Protocol, Sequence
 
+import torch
+
+from codegen.cuda_graph import movable, stretches
 from codegen.memory_plan import StepUse, node_use, plan_memory
 from ir_nodes import Graph, Layout, Node
 from ir_nodes.node import Buffer, Operand, Target
+
+Chosen = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
+"""A layout as the native core takes it: dtype, size, stride, offset."""
 
 
 class Program(Protocol):
@@ -27,14 +33,18 @@ class Program(Protocol):
     nodes: int
     dead: int
 
-    def call(self, instr: int, slots: list[int]) -> None: ...
+    movable: list[int]
+
+    def call(self, instr: int, slots: list[int], layouts: list[Chosen]) -> None: ...
     def launch(
         self, function: int, grid: tuple[int, int, int], threads: int, shared: int, args: list[tuple[str, int, int]], instr: int
     ) -> None: ...
     def python(self, run: Callable[[list[object], list[object]], None], instr: int) -> None: ...
     def alloc(self, slot: int, nbytes: int) -> None: ...
     def free(self, slot: int) -> None: ...
+    def part(self, slot: int, whole: int, offset: int, nbytes: int) -> None: ...
     def mark(self, depth: int, name: str) -> None: ...
+    def graph(self, first: int, last: int, uses: tuple[tuple[int, ...], ...]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +55,8 @@ class Emit:
     writes: tuple[int, ...]  # buffers
     add: Callable[[Program], None]
     nodes: tuple[Node, ...] = ()  # what it runs
+    blocked: str = "it runs Python"  # why it can't be a part of a CUDA graph; "": it can
+    calls: bool = True  # numbers reach it through ATen, which a graph can't change
 
     @property
     def node(self) -> Node | None:
@@ -60,46 +72,68 @@ class Emit:
 
 def emit_call(node: Node) -> Emit:
     """``node`` as one ATen call on the physical device."""
-    slots = operand_slots(node)
-    return Emit(node_use(node), written_buffers(node), lambda program: program.call(node.instr, slots), (node,))
+    slots, layouts = operand_slots(node)
+    if not node.relaid:
+        layouts = []
+    return Emit(node_use(node), written_buffers(node), lambda program: program.call(node.instr, slots, layouts), (node,),
+                blocked_call(node))
 
 
-def operand_slots(node: Node) -> list[int]:
-    """The slot of each tensor operand in argument order, then of each new output. -1 where there is none; -2 - a for a tensor
-    that argument ``a`` has read already, since some ops ask whether two of their tensors are one."""
+def blocked_call(node: Node) -> str:
+    """Why a CUDA graph can't hold the ATen call of ``node``; "": it can."""
+    if node.effects:
+        return f"{node.target} draws random numbers"
+    return "" if node.target.startswith("aten::") else f"{node.target} is not PyTorch's own"
+
+
+def operand_slots(node: Node) -> tuple[list[int], list[Chosen]]:
+    """The slot and the layout of each tensor operand in argument order, then of each new output. Slot -1 where there is none;
+    -2 - a for a tensor that argument ``a`` has read already, since some ops ask whether two of their tensors are one."""
     slots: list[int] = []
+    layouts: list[Chosen] = []
     read: dict[tuple[Buffer, Layout], int] = {}
+
+    def add(slot: int, layout: Layout | None) -> None:
+        slots.append(slot)
+        layouts.append((layout.dtype, layout.size, layout.stride, layout.offset) if layout else (torch.uint8, (), (), 0))
 
     def walk(arg: object, position: int | None) -> None:
         if isinstance(arg, tuple):
             for item in arg:
-                slots.append(-1) if item is None else walk(item, None)
+                add(-1, None) if item is None else walk(item, None)
         elif isinstance(arg, (Operand, Target)):
             place = node.writes[arg.index] if isinstance(arg, Target) else arg
             seen = (place.value.buffer, place.layout)
             again = position is not None and seen in read and not place.layout.flipped
-            slots.append(-2 - read[seen] if again else place.value.buffer.index)
+            add(-2 - read[seen] if again else place.value.buffer.index, place.layout)
             if position is not None and isinstance(arg, Operand):
                 read.setdefault(seen, position)
 
     for position, arg in enumerate(node.args):
         walk(arg, position)
-    slots += [-1 if index is None else node.writes[index].value.buffer.index for index in node.returns]
-    return slots
+    for index in node.returns:
+        add(-1, None) if index is None else add(node.writes[index].value.buffer.index, node.writes[index].layout)
+    return slots, layouts
 
 
 def written_buffers(node: Node) -> tuple[int, ...]:
     return tuple(write.value.buffer.index for write in node.writes)
 
 
-def assemble(graph: Graph, program: Program, steps: Sequence[Emit], dead: int, temporaries: Sequence[int] = ()) -> None:
-    """Add ``steps`` to ``program`` with the allocations, frees, inputs and outputs that they need."""
+def assemble(
+    graph: Graph, program: Program, steps: Sequence[Emit], dead: int, temporaries: Sequence[int] = (), graphs: bool = False
+) -> None:
+    """Add ``steps`` to ``program`` with the allocations, frees, inputs and outputs that they need; ``graphs``: they may be
+    replayed as CUDA graphs."""
     plan = plan_memory(graph, [step.use for step in steps], temporaries)
     ready: dict[int, int] = {}
     position = 0
     inside: tuple[str, ...] = ()
+    spans: list[tuple[int, int]] = []
     for index, step in enumerate(steps):
-        position += mark(program, inside, step.segments) + len(plan.allocs[index])
+        position += mark(program, inside, step.segments)
+        spans.append((position, position + len(plan.allocs[index]) + 1 + len(plan.frees[index])))
+        position += len(plan.allocs[index])
         inside = step.segments
         for slot, nbytes in plan.allocs[index]:
             program.alloc(slot, nbytes)
@@ -116,6 +150,10 @@ def assemble(graph: Graph, program: Program, steps: Sequence[Emit], dead: int, t
     ]
     program.inputs = [(b, b) for b in plan.inputs]
     program.slots, program.nodes, program.dead = plan.slots, len(steps), dead
+    if graphs:
+        program.movable = movable(graph, plan.slots)
+        for part in stretches(steps, spans, plan, len(graph.buffers)):
+            program.graph(part.first, part.last, (part.reads, part.makes, part.frees, part.numbers))
 
 
 def mark(program: Program, before: tuple[str, ...], now: tuple[str, ...]) -> int:

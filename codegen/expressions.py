@@ -28,6 +28,7 @@ class Case:
     dtype: torch.dtype
     constants: Mapping[str, Any]
     half: str = ""  # Triton's name of the 16-bit float that ATen's kernel computes in, so that each step rounds
+    numbers: frozenset[str] = frozenset()  # arguments that are numbers known when the kernel runs
 
     @property
     def is_float(self) -> bool:
@@ -63,6 +64,7 @@ FUNCTIONS: dict[str, tuple[str, str, str]] = {  # name: (float32, float64, float
     "div": ("tl.math.div_rn", "tl.fdiv", "tl.fdiv"),
     "sqrt": ("tl.sqrt_rn", "tl.sqrt", "tl.sqrt"),
 }
+_LOGIC = (("and", "&"), ("or", "|"), ("xor", "^"))
 LIBDEVICE = frozenset(
     "exp2 expm1 log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh atan2 erf erfc pow fmod rint "
     "trunc floor ceil".split()
@@ -135,6 +137,8 @@ def _pow(case: Case) -> str:
         return powers[exponent]
     if not case.is_float:
         raise Unsupported(f"integer power with exponent {exponent}")
+    if "exponent" in case.numbers:
+        return f"_pow({{self}}, {{exponent}}, {case.half or TRITON_TYPES[case.dtype]})"
     return "@pow({self}, {exponent})"
 
 
@@ -273,13 +277,9 @@ ROWS: dict[str, Row] = {
     "eq": _compare("=="), "ne": _compare("!="), "lt": _compare("<"), "le": _compare("<="), "gt": _compare(">"),
     "ge": _compare(">="),
     "isnan": Row("{self} != {self}", "compare"),
-    "logical_and": Row("{self} & {other}", "truth"),
-    "logical_or": Row("{self} | {other}", "truth"),
-    "logical_xor": Row("{self} ^ {other}", "truth"),
+    **{f"logical_{name}": Row(f"{{self}} {sign} {{other}}", "truth") for name, sign in _LOGIC},
     "logical_not": Row("{self} == 0", "truth"),
-    "bitwise_and": Row(choose(None, "{self} & {other}", "{self} & {other}")),
-    "bitwise_or": Row(choose(None, "{self} | {other}", "{self} | {other}")),
-    "bitwise_xor": Row(choose(None, "{self} ^ {other}", "{self} ^ {other}")),
+    **{f"bitwise_{name}": Row(choose(None, *[f"{{self}} {sign} {{other}}"] * 2)) for name, sign in _LOGIC},
     "bitwise_not": Row(choose(None, "~{self}", "{self} == 0")),
     "where": Row("tl.where({condition}, {self}, {other})", typed=("condition:bool",)),
     "masked_fill": Row("tl.where({mask}, {value}, {self})", "result", typed=("mask:bool",)),

@@ -49,7 +49,8 @@ def lower_row(node: Node, row: Row, args: Mapping[str, Any], index: int) -> Part
         raise Unsupported("its result is rounded to 16 bits before it is widened")
     constants = {name: arg for name, arg in args.items() if not isinstance(arg, (Operand, ScalarInput))}
     half = TRITON_TYPES[dtype] if dtype in HALF and not node.name.startswith("_foreach_") else ""
-    text = row.text(Case(compute_dtype(dtype), constants, half)) if callable(row.text) else row.text
+    numbers = frozenset(name for name, arg in args.items() if isinstance(arg, ScalarInput))
+    text = row.text(Case(compute_dtype(dtype), constants, half, numbers)) if callable(row.text) else row.text
     lowering.write(index, _evaluate(lowering, row, text, args, dtype, out.dtype))
     return lowering.part
 

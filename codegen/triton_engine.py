@@ -126,7 +126,7 @@ def emit_launch(step: KernelStep, compiled: Function, scratch: dict[int, int]) -
     def add(program: Program) -> None:
         program.launch(compiled.handle, step.grid, 32 * compiled.num_warps, compiled.shared, args, instr)
 
-    return Emit(kernel_use(step), written(step), add, step.nodes)
+    return Emit(kernel_use(step), written(step), add, step.nodes, blocked="", calls=False)
 
 
 def launch_arg(arg: KernelArg, scratch: dict[int, int]) -> tuple[str, int, int]:

@@ -7,6 +7,7 @@ strides are 1, in which order things happen.
 from __future__ import annotations
 
 from codegen.body import Step
+from codegen.helpers import used
 from codegen.instructions import FULL, UNIFORM
 from codegen.online import ONLINE, loop_lines
 from codegen.promotion import TRITON_TYPES
@@ -53,7 +54,8 @@ class SourceWriter(InstructionWriter):
         blocks = ["B0", "B1", "BK"] if self.tile.depth else ["B0", "B1"]
         parameters = ", ".join([*self.arguments.names(), *(f"{block}: tl.constexpr" for block in blocks)])
         draws = PHILOX if any(step.stage == "random" for step in self.body.steps) else ""
-        return _HEADER.format(title=title) + draws + f"@triton.jit\ndef {name}({parameters}):\n" + "\n".join(self._lines) + "\n"
+        text = "\n".join(self._lines)
+        return _HEADER.format(title=title) + draws + used(text) + f"@triton.jit\ndef {name}({parameters}):\n{text}\n"
 
     # Passes over the reduced dimensions
 

@@ -160,6 +160,7 @@ class Node:
     frame: Frame | None = None
     instr: int = -1  # the recorded instruction it came from
     segment: SegmentCall | None = None  # the innermost one it was recorded in
+    relaid: bool = False  # its layouts are the compiler's, not the recording's
     stage: int = 0  # nodes of different stages keep their order and share no kernel
     again: bool = False  # computes once more what another node has computed, for the nodes that follow it only
 

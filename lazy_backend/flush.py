@@ -82,7 +82,9 @@ def compile_recording(native: ModuleType, recording: Recording, device: int) -> 
     if report is not None and orders.debugging():
         check = check_orders(graph, report, device)
         steps = [check, *steps] if check else steps
-    assemble(graph, program, steps, recorded - sum(not node.again for node in graph.nodes) - len(held.rest), temporaries)
+    graphs = core.physical_is_cuda() and now.mode == "lazy" and settings.enabled("cuda_graphs")
+    dead = recorded - sum(not node.again for node in graph.nodes) - len(held.rest)
+    assemble(graph, program, steps, dead, temporaries, graphs)
     return program
 
 

@@ -1,0 +1,28 @@
+"""Functions that a generated kernel's file defines where its text calls them. Imports nothing of ours."""
+
+from __future__ import annotations
+
+POW = '''
+@triton.jit
+def _pow(x, exponent, kind: tl.constexpr):
+    if exponent == 2.0:
+        y = x * x
+    elif exponent == 3.0:
+        y = (x * x).to(kind).to(x.dtype) * x
+    elif exponent == 1.0:
+        y = x
+    else:
+        y = libdevice.pow(x, exponent)
+    return y
+
+
+'''
+"""``x ** exponent`` for a number that is known when the kernel runs; small powers are products, as in ATen's kernels.
+``kind``: the type that a product is rounded to."""
+
+HELPERS = {"_pow(": POW}
+
+
+def used(text: str) -> str:
+    """The helpers that ``text`` calls."""
+    return "".join(source.lstrip("\n") for call, source in HELPERS.items() if call in text)

@@ -1,0 +1,46 @@
+"""Captures what a program launches as a CUDA graph. Imports torch and `lazy_backend.core` only.
+
+PyTorch's own `torch.cuda.CUDAGraph` holds the capture: it gives the allocator a pool that belongs to the graph. Each graph has a
+pool of its own, since its results stay where they are until it runs again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from types import ModuleType
+from typing import Callable
+
+import torch
+
+from lazy_backend import core
+
+_streams: dict[int, torch.cuda.Stream] = {}  # the default stream can't be captured
+
+
+def capture(device: int, body: Callable[[int], None]) -> tuple[int, torch.cuda.CUDAGraph]:
+    """The handle (a CUgraph) of what ``body(stream)`` launches, and the object that keeps it and its memory.
+
+    Raises RuntimeError where something can't be captured, such as an op that waits for the GPU.
+    """
+    with torch.cuda.device(device):
+        stream = _streams.get(device) or _streams.setdefault(device, torch.cuda.Stream(device))
+        stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.stream(stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                body(stream.cuda_stream)
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # the first error is the one to show
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+    return graph.raw_cuda_graph(), graph
+
+
+def install(native: ModuleType) -> None:
+    if core.physical_is_cuda():
+        native.set_capturer(capture)
+
+
+core.at_start(install)
