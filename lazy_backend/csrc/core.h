@@ -218,6 +218,7 @@ c10::DeviceType physical_type();
 c10::Device physical_device(DeviceIndex i);
 void synchronize(DeviceIndex i);  // waits for the physical device
 void start_device(bool cuda, int count);
+void beside(DeviceIndex i, bool apart, const std::function<c10::Storage()>& fill);
 void resize_bytes(const c10::Storage& s, size_t n);
 Buffer* default_generator_buffer(DeviceIndex i);
 Buffer* generator_buffer(const at::Generator& g);

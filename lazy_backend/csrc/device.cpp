@@ -7,6 +7,8 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <chrono>
@@ -208,6 +210,26 @@ void set_current_device(DeviceIndex i) { Guard().setDevice({kLazy, i}); }
 c10::DeviceType physical_type() { return cuda_ ? c10::kCUDA : c10::kCPU; }
 Device physical_device(DeviceIndex i) { return cuda_ ? Device(c10::kCUDA, i) : Device(c10::kCPU); }
 void synchronize(DeviceIndex i) { if (cuda_) cuda().synchronizeDevice(i); }
+
+// A copy from pageable memory waits until its stream has done all that was asked of it. On a stream of its own it waits for
+// nothing, and the host may go on recording while the device computes. What is launched from now on waits for the copy.
+void beside(DeviceIndex i, bool apart, const std::function<c10::Storage()>& fill) {
+  if (!cuda_ || !apart) return void(fill());
+  const auto device = physical_device(i);
+  static auto* const own = new std::vector<std::optional<Stream>>(static_cast<size_t>(count_.load()));
+  static std::mutex m;
+  std::unique_lock<std::mutex> lock(m);
+  auto& other = (*own)[i];
+  if (!other) other = cuda().getNewStream(device, 0);
+  lock.unlock();
+  const auto mine = cuda().getStream(device);
+  c10::Storage filled;
+  { c10::StreamGuard on(*other); filled = fill(); }
+  c10::Event done(c10::kCUDA);
+  done.record(*other);
+  done.block(mine);
+  cuda().recordDataPtrOnStream(filled.data_ptr(), mine);
+}
 
 PlainDispatch::PlainDispatch(DeviceIndex i)
     : keys(c10::DispatchKeySet(c10::DispatchKey::BackendSelect),

@@ -52,8 +52,12 @@ const Tensor& copy_in(const Tensor& dst, const Tensor& src, bool non_blocking) {
   const auto index = dst.device().index();
   const auto options = at::TensorOptions().dtype(dst.scalar_type()).device(physical_device(index));
   const bool dense = dst.is_non_overlapping_and_dense();
-  auto staged = dense ? at::empty_strided(dst.sizes(), dst.strides(), options) : at::empty(dst.sizes(), options);
-  staged.copy_(src, non_blocking);
+  Tensor staged;
+  beside(index, src.is_cpu(), [&] {
+    staged = dense ? at::empty_strided(dst.sizes(), dst.strides(), options) : at::empty(dst.sizes(), options);
+    staged.copy_(src, non_blocking);
+    return staged.storage();
+  });
   const auto bytes = count_bytes(staged.storage());
   const bool whole = dense && !dst.is_neg() && !dst.is_conj() && dst.storage_offset() == 0;
   {

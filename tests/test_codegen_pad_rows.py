@@ -1,0 +1,85 @@
+"""Matrices with odd rows get longer ones: who may, who may not, and the numbers stay."""
+
+from __future__ import annotations
+
+import torch
+
+import lazy_backend
+from codegen.fuse import plan
+from codegen.kernel import KernelStep
+from codegen.pad_rows import pad_rows, with_rows
+from ir_nodes import Graph, Layout, settings
+from lazy_backend.explain import optimised
+
+
+def head(weight: torch.Tensor, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    logits = x @ weight.t()
+    return torch.nn.functional.cross_entropy(logits.float(), target)
+
+
+def recorded(rows: int, columns: int, outside: bool = False) -> Graph:
+    weight = torch.randn(columns, 16, device="lazysched", dtype=torch.bfloat16).requires_grad_()
+    x = torch.randn(rows, 16, device="lazysched", dtype=torch.bfloat16).requires_grad_()
+    target = torch.randint(columns, (rows,), device="lazysched")
+    lazy_backend.mark_step()
+    logits = x @ weight.t()
+    loss = torch.nn.functional.cross_entropy(logits.float(), target)
+    loss.backward()
+    kept = [loss, x.grad, weight.grad] + ([logits] if outside else [])
+    return optimised([tensor for tensor in kept if tensor is not None])
+
+
+def test_rows_of_logits_and_of_their_gradient_are_padded() -> None:
+    graph = recorded(512, 2057)
+    pad_rows(graph)
+    products = [node for node in graph.nodes if node.name == "mm"]
+    assert len(products) == 3
+    for node in products:
+        odd = [layout for layout in [*(r.layout for r in node.reads), *(w.layout for w in node.writes)] if 2057 in layout.size]
+        assert odd and all(2064 in layout.stride or 16 in layout.stride for layout in odd)
+        assert node.relaid
+
+
+def test_what_is_seen_outside_keeps_its_rows() -> None:
+    graph = recorded(512, 2057, outside=True)
+    refused = pad_rows(graph)
+    assert "its memory is seen outside" in refused.values()
+
+
+def test_even_rows_stay() -> None:
+    graph = recorded(512, 2064)
+    pad_rows(graph)
+    assert not any(node.relaid for node in graph.nodes)
+
+
+def test_the_switch_and_the_kernels() -> None:
+    with settings.override(disable="pad_rows"):
+        plain = plan(recorded(512, 2057))
+    padded = plan(recorded(512, 2057))
+    assert any(node.relaid for step in padded.steps for node in (step.nodes if isinstance(step, KernelStep) else (step.node,)))
+    assert len(padded.steps) <= len(plain.steps)
+
+
+def test_layouts_of_rows() -> None:
+    whole = Layout.contiguous(torch.bfloat16, (4, 8, 7))
+    assert with_rows(whole, 7, 8, 2) == Layout(torch.bfloat16, (4, 8, 7), (64, 8, 1))
+    assert with_rows(Layout(torch.bfloat16, (7, 32), (1, 7)), 7, 8, 2) == Layout(torch.bfloat16, (7, 32), (1, 8))
+    assert with_rows(Layout(torch.bfloat16, (31, 7), (7, 1), 7), 7, 8, 2) == Layout(torch.bfloat16, (31, 7), (8, 1), 8)
+    assert with_rows(Layout(torch.bfloat16, (32, 3), (7, 2), 2), 7, 8, 2) == Layout(torch.bfloat16, (32, 3), (8, 2), 2)
+    assert with_rows(Layout(torch.bfloat16, (224,), (1,)), 7, 8, 2) is None
+    assert with_rows(Layout(torch.bfloat16, (31, 7), (7, 1), 3), 7, 8, 2) is None
+    assert with_rows(Layout(torch.float32, (16, 7), (7, 1)), 7, 8, 2) is None
+
+
+def test_numbers_stay() -> None:
+    torch.manual_seed(0)
+    data = torch.randn(2057, 16), torch.randn(512, 16), torch.randint(2057, (512,))
+    grads = {}
+    for device in ("cpu", "lazysched"):
+        weight, x = (t.to(device, torch.bfloat16).requires_grad_() for t in data[:2])
+        with settings.override(engine="triton" if device == "lazysched" else "aten"):
+            loss = head(weight, x, data[2].to(device))
+            loss.backward()
+            grads[device] = [t.float().cpu() for t in (loss.detach(), weight.grad, x.grad) if t is not None]
+    for eager, lazy in zip(grads["cpu"], grads["lazysched"]):
+        torch.testing.assert_close(lazy, eager, rtol=2e-2, atol=1e-4)
