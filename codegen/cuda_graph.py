@@ -12,16 +12,19 @@ from dataclasses import dataclass
 from typing import Protocol, Sequence
 
 from codegen.memory_plan import MemoryPlan, StepUse
-from ir_nodes import Graph, Node
+from ir_nodes import BufferKind, Graph, Node
 from ir_nodes.node import ScalarInput
 
 SHORTEST = 4  # steps worth a graph
-MOVABLE = 1 << 26  # bytes: what moves and is larger is not worth the copy
+MOVABLE, MOVABLE_INPUT = 1 << 20, 1 << 28  # bytes: what moves and is larger is not worth the copy; an input moves once a step
+KEPT = 1 << 26  # bytes of intermediate results that may stay in memory because a later stretch reads them
 
 
 class Step(Protocol):
     @property
     def use(self) -> StepUse: ...
+    @property
+    def writes(self) -> tuple[int, ...]: ...
     @property
     def nodes(self) -> tuple[Node, ...]: ...
     @property
@@ -35,7 +38,8 @@ class Step(Protocol):
 @dataclass(frozen=True, slots=True)
 class Stretch:
     """Program steps ``first`` to before ``last``; the slots that they find filled and touch, leave filled, and empty; the
-    recorded numbers that their ATen calls take (those of kernels are set at every replay)."""
+    recorded numbers that their ATen calls take (those of kernels are set at every replay); for each slot read, whether its bytes
+    may be brought from elsewhere."""
 
     first: int
     last: int
@@ -43,16 +47,18 @@ class Stretch:
     makes: tuple[int, ...]
     frees: tuple[int, ...]
     numbers: tuple[int, ...]
+    movable: tuple[int, ...]
 
 
-def stretches(steps: Sequence[Step], spans: Sequence[tuple[int, int]], plan: MemoryPlan, buffers: int) -> list[Stretch]:
-    """``spans``: the program steps that belong to each of ``steps``, its allocations and frees included. ``buffers``: how many
-    slots belong to buffers; temporaries follow."""
+def stretches(steps: Sequence[Step], spans: Sequence[tuple[int, int]], plan: MemoryPlan, graph: Graph) -> list[Stretch]:
+    """``spans``: the program steps that belong to each of ``steps``, its allocations and frees included."""
     out: list[Stretch] = []
     filled = set(plan.inputs)
     for first, last in runs(steps):
         if last - first >= SHORTEST and not steps[first].blocked:
-            out.append(stretch(steps, spans, plan, buffers, range(first, last), filled))
+            part = stretch(steps, spans, plan, graph, range(first, last), filled)
+            if stays(part, graph) <= KEPT:
+                out.append(part)
         for index in range(first, last):
             filled.update(slot for slot, _ in plan.allocs[index])
             filled.update(steps[index].use.makes)
@@ -71,27 +77,44 @@ def runs(steps: Sequence[Step]) -> list[tuple[int, int]]:
 
 
 def stretch(
-    steps: Sequence[Step], spans: Sequence[tuple[int, int]], plan: MemoryPlan, buffers: int, indices: range, filled: set[int]
+    steps: Sequence[Step], spans: Sequence[tuple[int, int]], plan: MemoryPlan, graph: Graph, indices: range, filled: set[int]
 ) -> Stretch:
     touched: dict[int, None] = {}
+    written: set[int] = set()
     made: dict[int, None] = {}
     gone: dict[int, None] = {}
     numbers: dict[int, None] = {}
     for index in indices:
         use = steps[index].use
-        touched.update(dict.fromkeys((*use.buffers, *(buffers + number for number in use.temporaries))))
+        touched.update(dict.fromkeys((*use.buffers, *(len(graph.buffers) + number for number in use.temporaries))))
         made.update(dict.fromkeys((*(slot for slot, _ in plan.allocs[index]), *use.makes)))
         gone.update(dict.fromkeys(plan.frees[index]))
+        written.update(steps[index].writes)
         if steps[index].calls:
             numbers.update(dict.fromkeys(scalars(steps[index].nodes)))
+    reads = tuple(slot for slot in touched if slot in filled)
     return Stretch(
         spans[indices[0]][0],
         spans[indices[-1]][1],
-        tuple(slot for slot in touched if slot in filled),
+        reads,
         tuple(slot for slot in made if slot not in gone),
         tuple(slot for slot in gone if slot in filled),
         tuple(numbers),
+        tuple(int(slot not in written and movable(graph, slot)) for slot in reads),
     )
+
+
+def movable(graph: Graph, slot: int) -> bool:
+    """May the bytes in ``slot``, which a stretch only reads, be copied to where its graph reads them, because they move?"""
+    if slot >= len(graph.buffers):
+        return False
+    buffer = graph.buffers[slot]
+    return buffer.nbytes <= (MOVABLE_INPUT if buffer.kind is BufferKind.INPUT else MOVABLE)
+
+
+def stays(part: Stretch, graph: Graph) -> int:
+    """Bytes that outlive their use because ``part`` makes them where its next replay will: what the program drops later."""
+    return sum(graph.buffers[slot].nbytes for slot in part.makes if slot < len(graph.buffers) and not graph.buffers[slot].live)
 
 
 def scalars(nodes: Sequence[Node]) -> list[int]:
@@ -108,10 +131,3 @@ def scalars(nodes: Sequence[Node]) -> list[int]:
     for node in nodes:
         walk(node.args)
     return found
-
-
-def movable(graph: Graph, slots: int) -> list[int]:
-    """For each slot whether its bytes may be copied to where a graph reads them: 1 where they are few and nobody writes them."""
-    written = {write.value.buffer.index for node in graph.nodes for write in node.all_writes()}
-    small = {buffer.index for buffer in graph.buffers if buffer.nbytes <= MOVABLE and buffer.index not in written}
-    return [int(slot in small) for slot in range(slots)]

@@ -8,7 +8,7 @@ from typing import Callable, Protocol, Sequence
 
 import torch
 
-from codegen.cuda_graph import movable, stretches
+from codegen.cuda_graph import stretches
 from codegen.memory_plan import StepUse, node_use, plan_memory
 from ir_nodes import Graph, Layout, Node
 from ir_nodes.node import Buffer, Operand, Target
@@ -32,8 +32,6 @@ class Program(Protocol):
     outputs: list[tuple[int, int, int]]
     nodes: int
     dead: int
-
-    movable: list[int]
 
     def call(self, instr: int, slots: list[int], layouts: list[Chosen]) -> None: ...
     def launch(
@@ -151,9 +149,8 @@ def assemble(
     program.inputs = [(b, b) for b in plan.inputs]
     program.slots, program.nodes, program.dead = plan.slots, len(steps), dead
     if graphs:
-        program.movable = movable(graph, plan.slots)
-        for part in stretches(steps, spans, plan, len(graph.buffers)):
-            program.graph(part.first, part.last, (part.reads, part.makes, part.frees, part.numbers))
+        for part in stretches(steps, spans, plan, graph):
+            program.graph(part.first, part.last, (part.reads, part.makes, part.frees, part.numbers, part.movable))
 
 
 def mark(program: Program, before: tuple[str, ...], now: tuple[str, ...]) -> int:

@@ -217,10 +217,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readwrite("slots", &Program::slots).def_readwrite("inputs", &Program::inputs)
       .def_readwrite("outputs", &Program::outputs).def_readwrite("rest", &Program::rest).def_readwrite("kept", &Program::kept)
       .def("call", &add_call)
-      .def_readwrite("movable", &Program::movable)
-      .def("graph", [](Program& p, size_t first, size_t last, std::array<std::vector<int32_t>, 4> uses) {
-        auto& [reads, makes, frees, numbers] = uses;
-        p.graphs.push_back({first, last, reads, makes, frees, numbers});
+      .def("graph", [](Program& p, size_t first, size_t last, std::array<std::vector<int32_t>, 5> uses) {
+        auto& [reads, makes, frees, numbers, movable] = uses;
+        p.graphs.push_back({first, last, reads, makes, frees, numbers, movable});
       })
       .def("launch", &add_launch)
       .def("python", [](Program& p, Program::Python step, int32_t instr) { p.steps.push_back({std::move(step), instr}); })

@@ -9,8 +9,6 @@ namespace {
 
 constexpr int kMisses = 4;  // captures in vain, before a stretch is left alone
 
-void refuse(const std::string& why) { count("CudaGraphRefused: " + why.substr(0, why.find('\n'))); }
-
 }  // namespace
 
 bool Runner::serve(Program::Graph& g, bool warm) {
@@ -21,11 +19,13 @@ bool Runner::serve(Program::Graph& g, bool warm) {
   }
   rebind(g);
   if (!warm) return false;
-  if (++g.misses == kMisses) refuse("memory that it reads moves, or numbers of its ATen calls change, at every step");
   try {
+    TORCH_CHECK(++g.misses < kMisses, "memory that it reads moves, or numbers of its ATen calls change, at every step");
     capture(g);
   } catch (const std::exception& e) {
-    refuse(e.what());
+    const std::string why = e.what();
+    count("CudaGraphRefused: " + why.substr(0, why.find('\n')));
+    g = {g.first, g.last};  // gives its memory back
     g.misses = kMisses;
     return false;
   }
@@ -47,7 +47,7 @@ void Runner::rebind(Program::Graph& g) {
   for (size_t i = 0; i < g.reads.size(); i++) {
     const auto& s = slots[g.reads[i]];
     const auto* before = std::exchange(g.bound[i], s.data());
-    if (before && before != s.data() && !g.copies[i] && program.movable[g.reads[i]]) g.copies[i] = physical_bytes(s.nbytes(), device);
+    if (before && before != s.data() && !g.copies[i] && g.movable[i]) g.copies[i] = physical_bytes(s.nbytes(), device);
   }
   for (int32_t n : g.numbers) g.given.push_back(trace.scalars[n]);
 }

@@ -39,6 +39,7 @@ struct Program {
   struct Graph {
     size_t first, last;
     std::vector<int32_t> reads, makes, frees, numbers;  // slots from outside, filled, emptied; the numbers that its calls take
+    std::vector<int32_t> movable;                       // for each of `reads`: it may be copied to where the graph reads it
     std::shared_ptr<void> exec, owner;                  // `owner` keeps its memory
     void* stream = nullptr;
     std::vector<const void*> bound;      // where the bytes of what it reads lay
@@ -60,7 +61,6 @@ struct Program {
   int64_t order = -1;  // which report tells how its segments were ordered
   int64_t runs = 0;
   std::vector<Graph> graphs;
-  std::vector<uint8_t> movable;  // slots whose bytes may be copied to where a graph reads them: small, and only read
 
   // Runs on the physical device. On failure `failed` names the instruction; results that were ready are handed out all the same.
   void run(Trace& trace, DeviceIndex device, int32_t& failed);
