@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Callable, Protocol, Sequence
+from typing import Any, Callable, Protocol, Sequence
 
 import torch
 
@@ -70,11 +70,25 @@ class Emit:
 
 def emit_call(node: Node) -> Emit:
     """``node`` as one ATen call on the physical device."""
+    if node.instr < 0:
+        return emit_zeros(node)
     slots, layouts = operand_slots(node)
     if not node.relaid:
         layouts = []
     return Emit(node_use(node), written_buffers(node), lambda program: program.call(node.instr, slots, layouts), (node,),
                 blocked_call(node))
+
+
+def emit_zeros(node: Node) -> Emit:
+    """Zeros that the compiler asks for (`codegen.pad_products`) and no kernel writes: no recorded op could be called."""
+    assert node.name == "zero_", node
+    layout = node.writes[0].layout
+    (slot,) = written_buffers(node)
+
+    def run(slots: list[Any], _: list[object]) -> None:
+        torch.as_strided(slots[slot].view(layout.dtype), layout.size, layout.stride, layout.offset).zero_()
+
+    return Emit(node_use(node), (slot,), lambda program: program.python(run, -1), (node,))
 
 
 def blocked_call(node: Node) -> str:

@@ -18,7 +18,7 @@ from codegen.group import Group, Unit, joint_level, merge, new_group
 from codegen.instructions import Part
 from codegen.kernel import Plan, Refusal
 from codegen.lower import lower
-from codegen.pad_rows import pad_rows
+from codegen.pad_products import pad_products
 from codegen.product import lower_product
 from codegen.pulled import nothing_known
 from codegen.rounds import pairs
@@ -50,7 +50,7 @@ def plan(graph: Graph, order: Iterable[tuple[Node, Node]] = (), tuning: Tuning =
 def units_of(graph: Graph, order: Iterable[tuple[Node, Node]], tuning: Tuning, products: Collection[Node] = ()) -> list[Unit]:
     """Every node that is needed as units, which know what they wait for; ``products`` are multiplied by kernels."""
     if settings.enabled("pad_rows"):
-        pad_rows(graph)
+        pad_products(graph)
     units = needed_units(lower_all(graph, tuning), dict.fromkeys(graph.outputs()))
     for unit in units:
         if unit.node in products:

@@ -21,14 +21,17 @@ WORTH = 1 << 20
 """Bytes of a matrix below which a slow product costs nothing."""
 
 
-def pad_rows(graph: Graph) -> dict[Buffer, str]:
-    """Lengthen rows where that serves a product. Returns what was left as it is, with the reason."""
+def pad_rows(graph: Graph, done: dict[Buffer, tuple[int, int]]) -> dict[Buffer, str]:
+    """Lengthen rows where that serves a product; ``done`` takes the elements that they had and have. Returns what was left as it
+    is, with the reason."""
     users = users_of(graph)
     refused: dict[Buffer, str] = {}
     for buffer, row in odd_matrices(graph).items():
         reason = lengthen(buffer, row, users[buffer])
         if reason:
             refused[buffer] = reason
+        else:
+            done[buffer] = (row[0], rounded(*row))
     return refused
 
 
@@ -71,7 +74,7 @@ def lengthen(buffer: Buffer, shape: tuple[int, int], users: list[Node]) -> str:
         return "its memory is seen outside"
     if buffer.nbytes % (row * itemsize):
         return "it is more than rows"
-    padded = math.ceil(row * itemsize / VECTOR) * VECTOR // itemsize
+    padded = rounded(row, itemsize)
     chosen: dict[Layout, Layout] = {}
     for node in users:
         for value, layout in places(node):
@@ -87,6 +90,11 @@ def lengthen(buffer: Buffer, shape: tuple[int, int], users: list[Node]) -> str:
         relay(node, buffer, chosen)
     buffer.nbytes = buffer.nbytes // row * padded
     return ""
+
+
+def rounded(row: int, itemsize: int) -> int:
+    """Elements of the shortest row that ends on a boundary."""
+    return math.ceil(row * itemsize / VECTOR) * VECTOR // itemsize
 
 
 def writes_anywhere(node: Node) -> bool:

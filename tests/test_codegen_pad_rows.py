@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import lazy_backend
 from codegen.fuse import plan
 from codegen.kernel import KernelStep
-from codegen.pad_rows import pad_rows, with_rows
+from codegen.pad_products import pad_products
+from codegen.pad_rows import with_rows
 from ir_nodes import Graph, Layout, settings
+from ir_nodes.verify import verify
 from lazy_backend.explain import optimised
 
 
 def head(weight: torch.Tensor, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    logits = x @ weight.t()
+    logits = x.bfloat16() @ weight.bfloat16().t()
     return torch.nn.functional.cross_entropy(logits.float(), target)
 
 
-def recorded(rows: int, columns: int, outside: bool = False) -> Graph:
-    weight = torch.randn(columns, 16, device="lazysched", dtype=torch.bfloat16).requires_grad_()
+def recorded(rows: int, columns: int, outside: bool = False, cast: bool = False) -> Graph:
+    dtype = torch.float32 if cast else torch.bfloat16
+    weight = torch.randn(columns, 16, device="lazysched", dtype=dtype).requires_grad_()
     x = torch.randn(rows, 16, device="lazysched", dtype=torch.bfloat16).requires_grad_()
     target = torch.randint(columns, (rows,), device="lazysched")
     lazy_backend.mark_step()
-    logits = x @ weight.t()
+    logits = x @ weight.bfloat16().t()
     loss = torch.nn.functional.cross_entropy(logits.float(), target)
     loss.backward()
     kept = [loss, x.grad, weight.grad] + ([logits] if outside else [])
@@ -31,24 +35,38 @@ def recorded(rows: int, columns: int, outside: bool = False) -> Graph:
 
 def test_rows_of_logits_and_of_their_gradient_are_padded() -> None:
     graph = recorded(512, 2057)
-    pad_rows(graph)
+    pad_products(graph)
     products = [node for node in graph.nodes if node.name == "mm"]
     assert len(products) == 3
     for node in products:
-        odd = [layout for layout in [*(r.layout for r in node.reads), *(w.layout for w in node.writes)] if 2057 in layout.size]
-        assert odd and all(2064 in layout.stride or 16 in layout.stride for layout in odd)
-        assert node.relaid
+        layouts = [*(r.layout for r in node.reads), *(w.layout for w in node.writes)]
+        assert node.relaid and not any(2057 in layout.stride for layout in layouts)
+    forward, to_weight, to_x = products
+    assert forward.writes[0].layout.size == (512, 2057)  # the weight is the user's, and has no rows more
+    assert to_x.reads[0].layout.size == (512, 2057)
+    assert to_weight.writes[0].layout.size == (2057, 16)  # a gradient that is seen outside
+
+
+def test_sizes_are_rounded_up_where_all_is_internal() -> None:
+    graph = recorded(512, 2057, cast=True)
+    pad_products(graph)
+    verify(graph)
+    forward, to_weight, to_x = [node for node in graph.nodes if node.name == "mm"]
+    assert forward.writes[0].layout.size == (512, 2064) and to_x.reads[0].layout.size == (512, 2064)
+    assert to_weight.writes[0].layout.size == (2064, 16)
+    zeros = [node for node in graph.nodes if node.name == "zero_" and node.instr < 0]
+    assert sorted(node.writes[0].layout.size for node in zeros) == [(7, 16), (512, 7)]
 
 
 def test_what_is_seen_outside_keeps_its_rows() -> None:
     graph = recorded(512, 2057, outside=True)
-    refused = pad_rows(graph)
+    refused = pad_products(graph)
     assert "its memory is seen outside" in refused.values()
 
 
 def test_even_rows_stay() -> None:
     graph = recorded(512, 2064)
-    pad_rows(graph)
+    pad_products(graph)
     assert not any(node.relaid for node in graph.nodes)
 
 
@@ -71,12 +89,13 @@ def test_layouts_of_rows() -> None:
     assert with_rows(Layout(torch.float32, (16, 7), (7, 1)), 7, 8, 2) is None
 
 
-def test_numbers_stay() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_stay(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     data = torch.randn(2057, 16), torch.randn(512, 16), torch.randint(2057, (512,))
     grads = {}
     for device in ("cpu", "lazysched"):
-        weight, x = (t.to(device, torch.bfloat16).requires_grad_() for t in data[:2])
+        weight, x = (t.to(device, dtype).detach().requires_grad_() for t in data[:2])
         with settings.override(engine="triton" if device == "lazysched" else "aten"):
             loss = head(weight, x, data[2].to(device))
             loss.backward()

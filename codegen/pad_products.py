@@ -1,0 +1,149 @@
+"""Rounds the sizes of matrix products up, into memory that nobody else looks at. Imports `codegen.pad_rows` and `ir_nodes` only.
+
+Rows that start on 16-byte boundaries are not enough: cuBLAS picks its fast kernels by the sizes themselves. After `pad_rows` has
+lengthened the rows of a matrix, and with a few rows more at the end of another, a product of 50,257 columns may compute 50,264.
+What it writes too much lies in the padding. Where the sum runs over padding, that is filled with zeros first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from codegen.pad_rows import VECTOR, pad_rows
+from ir_nodes import BufferKind, Graph, Layout, Node
+from ir_nodes.node import Buffer, Operand, Target, Value, Write
+
+FORMS = {"mm": ("mk", "kn", "mn"), "addmm": ("mn", "mk", "kn", "mn")}
+"""The dimensions of each tensor of a product, in argument order, its result last."""
+
+
+@dataclass(slots=True)
+class Padding:
+    """Room along a dimension of ``stride``: ``size`` elements are used, of ``room``. ``zeros``: what lies behind them, which has to
+    be zero before anybody sums over it."""
+
+    size: int
+    room: int
+    stride: int
+    zeros: Layout
+
+
+@dataclass(slots=True)
+class Padder:
+    graph: Graph
+    rows: dict[Buffer, tuple[int, int]]  # lengthened: (elements used, elements)
+    more: dict[Buffer, Padding] = field(default_factory=dict)  # with rows at the end
+
+    def widen(self, node: Node) -> None:
+        """Round every size of the product up that can be."""
+        tensors = tensors_of(node)
+        if not tensors:
+            return
+        for dim in "mnk":
+            held = [(place, form.index(dim)) for place, form in tensors_of(node) if dim in form]
+            size = held[0][0].layout.size[held[0][1]]
+            step = VECTOR // held[0][0].layout.itemsize
+            wanted = -(-size // step) * step
+            if wanted == size:
+                continue
+            paddings = [self.padding(place, axis, wanted) for place, axis in held]
+            if any(padding is None for padding in paddings):
+                continue
+            if dim == "k" and any(len(self.graph.values[place.value.buffer.index]) != 2 for place, _ in held):
+                continue
+            for (place, axis), padding in zip(held, paddings):
+                assert padding is not None
+                self.grow(node, place, axis, padding)
+                if dim == "k":
+                    self.fill(node, place.value.buffer, padding.zeros)
+
+    def padding(self, place: Operand | Write, axis: int, wanted: int) -> Padding | None:
+        """Room for ``wanted`` elements along ``axis`` that is nobody else's; None where there is none."""
+        buffer, layout = place.value.buffer, place.layout
+        size, stride = layout.size[axis], layout.stride[axis]
+        across = [(n, s) for index, (n, s) in enumerate(zip(layout.size, layout.stride)) if index != axis]
+        if buffer.live or buffer.kind is not BufferKind.FRESH or layout.flipped or layout.offset:
+            return None
+        if stride == 1 and across:
+            (count, apart), (used, padded) = across[0], self.rows.get(buffer, (0, 0))
+            if size != used or padded != wanted or apart != padded:
+                return None
+            return Padding(size, wanted, 1, Layout(layout.dtype, (count, padded - used), (padded, 1), used))
+        width = across[0][0] if across else 1
+        known = self.more.get(buffer)
+        whole = buffer.nbytes == size * stride * layout.itemsize and (not across or across[0][1] == 1)
+        if known is None and not whole or known is not None and (known.size, known.room, known.stride) != (size, wanted, stride):
+            return None
+        zeros = Layout(layout.dtype, (wanted - size, width), (stride, 1), size * stride)
+        return known or Padding(size, wanted, stride, zeros)
+
+    def grow(self, node: Node, place: Operand | Write, axis: int, padding: Padding) -> None:
+        layout, buffer = place.layout, place.value.buffer
+        size = tuple(padding.room if index == axis else n for index, n in enumerate(layout.size))
+        replace_place(node, place, replace(place, layout=replace(layout, size=size)))
+        if padding.stride != 1 or len(layout.size) == 1:
+            self.more[buffer] = padding
+            buffer.nbytes = max(buffer.nbytes, padding.room * padding.stride * layout.itemsize)
+
+    def fill(self, product: Node, buffer: Buffer, zeros: Layout) -> None:
+        """Make the padding zero before ``product``, and let all that follows read the buffer so."""
+        values = self.graph.values[buffer.index]
+        old = values[-1]
+        at = self.graph.nodes.index(product)
+        node = Node(product.index, "aten::zero_", (Target(0),), (), (), segment=product.segment, stage=product.stage, again=True,
+                    relaid=True)
+        new = Value(buffer, old.version + 1, node)
+        node.writes = (Write(new, zeros, old, False),)
+        values.append(new)
+        self.graph.nodes.insert(at, node)
+        later = set(self.graph.nodes[at + 1 :])
+        for user in [user for user in old.users if user in later]:
+            replace_value(user, old, new)
+            del old.users[user]
+            new.users[user] = None
+        old.users[node] = None
+
+
+def pad_products(graph: Graph) -> dict[Buffer, str]:
+    """Give products rows and sizes that suit tensor cores. Returns which odd matrices were left as they are, and why."""
+    rows: dict[Buffer, tuple[int, int]] = {}
+    refused = pad_rows(graph, rows)
+    padder = Padder(graph, rows)
+    for node in [node for node in graph.nodes if node.relaid and node.name in FORMS]:
+        padder.widen(node)
+    return refused
+
+
+def tensors_of(node: Node) -> list[tuple[Operand | Write, str]]:
+    """The tensors of a product that writes where it is told to, with the names of their dimensions."""
+    tensors = [arg for arg in node.args if isinstance(arg, (Operand, Target))]
+    places = [node.writes[arg.index] if isinstance(arg, Target) else arg for arg in tensors]
+    forms = FORMS[node.name]
+    if len(places) != len(forms) or not isinstance(places[-1], Write) or places[-1].reads_old:
+        return []
+    named = [(place, form if len(place.layout.size) == 2 else form[1:]) for place, form in zip(places, forms)]
+    return named if all(len(place.layout.size) == len(form) for place, form in named) else []
+
+
+def replace_place(node: Node, old: Operand | Write, new: Operand | Write) -> None:
+    """Put ``new`` where ``node`` names ``old``."""
+
+    def of(item: Any) -> Any:
+        return tuple(map(of, item)) if isinstance(item, tuple) else new if item is old or item == old else item
+
+    node.args, node.reads, node.writes = of(node.args), of(node.reads), of(node.writes)
+    node.relaid = True
+
+
+def replace_value(node: Node, old: Value, new: Value) -> None:
+    """Make ``node`` read ``new`` in the place of ``old``."""
+
+    def of(item: Any) -> Any:
+        if isinstance(item, tuple):
+            return tuple(map(of, item))
+        if isinstance(item, Operand) and item.value is old:
+            return Operand(new, item.layout)
+        return replace(item, base=new) if isinstance(item, Write) and item.base is old else item
+
+    node.args, node.reads, node.writes = of(node.args), of(node.reads), of(node.writes)
