@@ -20,8 +20,8 @@ FORMS = {"mm": ("mk", "kn", "mn"), "addmm": ("mn", "mk", "kn", "mn")}
 
 @dataclass(slots=True)
 class Padding:
-    """Room along a dimension of ``stride``: ``size`` elements are used, of ``room``. ``zeros``: what lies behind them, which has to
-    be zero before anybody sums over it."""
+    """Room along a dimension of ``stride``: ``size`` elements are used, of ``room``. ``zeros``: what lies behind them, which has
+    to be zero before anybody sums over it."""
 
     size: int
     room: int
