@@ -15,9 +15,13 @@ from typing import Any
 
 import torch
 
+from codegen.channels import channelwise, inverse, normalised, other_dims
 from codegen.expressions import Unsupported
 from codegen.instructions import FULL, KEPT, Instr, Part, scratch_value
 from codegen.lowering import Lowering, argument_names, arguments
+from codegen.norm_masks import Masked, masked
+from codegen.promotion import compute_dtype
+from codegen.pulled import Known
 from codegen.reductions import divide, mean_of, operand_of, reduction, write_kept
 from ir_nodes.layout import Layout
 from ir_nodes.node import Node, Operand, Target
@@ -37,41 +41,24 @@ def lower_batch_norm(node: Node, scratch: int) -> list[Part]:
     return [statistics, _normalise(node, args, numbers)]
 
 
-def lower_batch_norm_backward(node: Node, scratch: int) -> list[Part]:
+def lower_batch_norm_backward(node: Node, scratch: int, known: Known) -> list[Part]:
     """native_batch_norm_backward: two sums per channel, then the gradient of each element."""
     args = arguments(node)
+    mask = masked(args, known)
     if len(operand_of(args["input"]).layout.size) < 2 or len(node.returns) != 3:
         raise Unsupported(f"no kernel for {node.target}")
     grad_input, grad_weight, grad_bias = node.returns
     train = args["train"]
     parts, means = [], None
     if grad_weight is not None or grad_bias is not None or train:
-        sums, means = _gradient_sums(node, args, scratch, grad_weight, grad_bias)
+        sums, means = _gradient_sums(node, args, mask, scratch, (grad_weight, grad_bias))
         parts.append(sums)
     if grad_input is not None:
-        parts.append(_grad_input(node, args, grad_input, means if train else None))
+        parts.append(_grad_input(node, args, mask, grad_input, means if train else None))
     return parts
 
 
 # ---- numbers per channel -------------------------------------------------------------------------------------------------
-
-
-def _other_dims(layout: Layout) -> tuple[int, ...]:
-    """All but the channels'."""
-    return tuple(dim for dim in range(len(layout.size)) if dim != 1)
-
-
-def _per_element(operand: Operand, rank: int) -> Operand:
-    """A number for each channel, laid along the channels of a tensor of ``rank`` dimensions."""
-    layout = operand.layout
-    spread = Layout(layout.dtype, (*layout.size, *(1,) * (rank - 2)), (*layout.stride, *(0,) * (rank - 2)), layout.offset)
-    return Operand(operand.value, spread)
-
-
-def _channelwise(lowering: Lowering, operand: Any, dtype: torch.dtype, level: int) -> Instr:
-    """A number of each channel, as ``dtype``, over the channels (KEPT) or over all elements."""
-    found = operand_of(operand)
-    return lowering.cast(lowering.load(found if level == KEPT else _per_element(found, len(lowering.shape)), level), dtype)
 
 
 def _keep(lowering: Lowering, scratch: int, number: Instr) -> Operand:
@@ -80,11 +67,6 @@ def _keep(lowering: Lowering, scratch: int, number: Instr) -> Operand:
     value = scratch_value(scratch, layout.nbytes, lowering.part.node)
     lowering.store(value, layout, number, KEPT)
     return Operand(value, layout)
-
-
-def _inverse(lowering: Lowering, variance: Instr, eps: Any) -> Instr:
-    """The reciprocal of the standard deviation."""
-    return lowering.expr("tl.rsqrt({0} + {1})", variance, lowering.read(eps, variance.dtype), dtype=variance.dtype)
 
 
 # ---- forward -------------------------------------------------------------------------------------------------------------
@@ -99,7 +81,7 @@ def _running(args: dict[str, Any]) -> Numbers:
 
 def _statistics(node: Node, args: dict[str, Any], scratch: int) -> tuple[Part, Numbers]:
     source = operand_of(args["input"])
-    lowering, dims = reduction(node, source, _other_dims(source.layout))
+    lowering, dims = reduction(node, source, other_dims(source.layout))
     value = lowering.load(source)
     shift = lowering.expr(_MEDIAN, *(lowering.load(_sample(source, quarter), KEPT) for quarter in (1, 2, 3)), dtype=value.dtype)
     moved = lowering.expr("{0} - {1}", value, shift, dtype=value.dtype)
@@ -109,7 +91,7 @@ def _statistics(node: Node, args: dict[str, Any], scratch: int) -> tuple[Part, N
     mean = lowering.expr("{0} + {1}", shift, offset, dtype=value.dtype)
     spread = lowering.expr("{0} - {1} * {2}", squares, total, offset, dtype=value.dtype)
     variance = mean_of(lowering, lowering.expr("tl.where({0} < 0, 0.0, {0})", spread, dtype=value.dtype))
-    scale = _inverse(lowering, variance, args["eps"])
+    scale = inverse(lowering, variance, args["eps"])
     _update(lowering, args, mean, variance)
     kept = []
     for index, (place, number) in enumerate(zip(node.returns[1:], (mean, scale))):
@@ -124,7 +106,7 @@ def _statistics(node: Node, args: dict[str, Any], scratch: int) -> tuple[Part, N
 def _sample(source: Operand, quarter: int) -> Operand:
     """One element of each channel, so many quarters into every other dimension."""
     layout = source.layout
-    offset = sum(layout.size[dim] * quarter // 4 * layout.stride[dim] for dim in _other_dims(layout))
+    offset = sum(layout.size[dim] * quarter // 4 * layout.stride[dim] for dim in other_dims(layout))
     return Operand(source.value, Layout(layout.dtype, layout.size[1:2], layout.stride[1:2], layout.offset + offset))
 
 
@@ -141,7 +123,7 @@ def _update(lowering: Lowering, args: dict[str, Any], mean: Instr, variance: Ins
             sized = (lowering.size(count, number.dtype), lowering.size(count - 1, number.dtype))
             number = lowering.expr("{0} * {1}", number, divide(lowering, *sized), dtype=number.dtype)
         momentum = lowering.read(args["momentum"], number.dtype)
-        old = _channelwise(lowering, args[name], number.dtype, KEPT)
+        old = channelwise(lowering, args[name], number.dtype, KEPT)
         new = lowering.expr("{1} * {2} + (1.0 - {2}) * {0}", old, number, momentum, dtype=number.dtype)
         lowering.write(target.index, new, KEPT)
 
@@ -150,15 +132,10 @@ def _normalise(node: Node, args: dict[str, Any], numbers: Numbers) -> Part:
     source = operand_of(args["input"])
     lowering = Lowering(node, source.layout.size)
     value = lowering.load(source)
-    mean, scale = (_channelwise(lowering, number, value.dtype, FULL) for number in numbers[:2])
+    mean, scale = (channelwise(lowering, number, value.dtype, FULL) for number in numbers[:2])
     if not numbers[2]:
-        scale = _inverse(lowering, scale, args["eps"])
-    result = lowering.expr("{0} - {1}", value, mean, dtype=value.dtype)
-    if args.get("weight") is not None:
-        result = lowering.expr("{0} * {1}", result, _channelwise(lowering, args["weight"], value.dtype, FULL), dtype=value.dtype)
-    result = lowering.expr("{0} * {1}", result, scale, dtype=value.dtype)
-    if args.get("bias") is not None:
-        result = lowering.expr("{0} + {1}", result, _channelwise(lowering, args["bias"], value.dtype, FULL), dtype=value.dtype)
+        scale = inverse(lowering, scale, args["eps"])
+    result = normalised(lowering, args, value, mean, scale, FULL)
     out = node.returns[0]
     assert out is not None
     lowering.write(out, result)
@@ -171,20 +148,25 @@ def _normalise(node: Node, args: dict[str, Any], numbers: Numbers) -> Part:
 def _used(lowering: Lowering, args: dict[str, Any], dtype: torch.dtype, level: int) -> tuple[Instr, Instr]:
     """The mean and the reciprocal deviation by which the forward normalised."""
     if args["train"]:
-        mean, scale = (_channelwise(lowering, args[name], dtype, level) for name in ("save_mean", "save_invstd"))
+        mean, scale = (channelwise(lowering, args[name], dtype, level) for name in ("save_mean", "save_invstd"))
         return mean, scale
-    mean, variance = (_channelwise(lowering, args[name], dtype, level) for name in ("running_mean", "running_var"))
-    return mean, _inverse(lowering, variance, args["eps"])
+    mean, variance = (channelwise(lowering, args[name], dtype, level) for name in ("running_mean", "running_var"))
+    return mean, inverse(lowering, variance, args["eps"])
 
 
-def _gradient_sums(node: Node, args: dict[str, Any], scratch: int, weight: int | None, bias: int | None) -> tuple[
-        Part, tuple[Operand, Operand]]:
+def _gradient_sums(node: Node, args: dict[str, Any], mask: Masked | None, scratch: int,
+                   affine: tuple[int | None, int | None]) -> tuple[Part, tuple[Operand, Operand]]:
     """The gradients of weight and bias, and what the elements' gradients need of the same sums."""
+    weight, bias = affine
     source = operand_of(args["input"])
-    lowering, dims = reduction(node, source, _other_dims(source.layout))
+    lowering, dims = reduction(node, source, other_dims(source.layout))
     value = lowering.load(source)
-    grad = lowering.cast(lowering.load(operand_of(args["grad_out"])), value.dtype)
     mean, scale = _used(lowering, args, value.dtype, KEPT)
+    if mask is not None:
+        grad = mask.load(lowering, value, mean, scale, KEPT)
+    else:
+        grad = lowering.load(operand_of(args["grad_out"]))
+    grad = lowering.cast(grad, value.dtype)
     plain = lowering.reduce("add", grad)
     product = lowering.expr("{0} * ({1} - {2})", grad, value, mean, dtype=value.dtype)
     skewed = lowering.expr("{0} * {1}", lowering.reduce("add", product), scale, dtype=value.dtype)
@@ -196,16 +178,22 @@ def _gradient_sums(node: Node, args: dict[str, Any], scratch: int, weight: int |
     return lowering.part, (_keep(lowering, scratch, mean_of(lowering, plain)), _keep(lowering, scratch + 1, slope))
 
 
-def _grad_input(node: Node, args: dict[str, Any], index: int, means: tuple[Operand, Operand] | None) -> Part:
+def _grad_input(node: Node, args: dict[str, Any], mask: Masked | None, index: int, means: tuple[Operand, Operand] | None) -> Part:
     source = operand_of(args["input"])
     lowering = Lowering(node, source.layout.size)
-    grad = lowering.load(operand_of(args["grad_out"]))
-    mean, factor = _used(lowering, args, grad.dtype, FULL)
+    held = compute_dtype(source.layout.dtype)
+    mean, factor = _used(lowering, args, held, FULL)
+    value = lowering.load(source) if means is not None else None
+    if mask is not None and value is not None:
+        grad = mask.load(lowering, value, mean, factor, FULL)
+    else:
+        grad = lowering.load(operand_of(args["grad_out"]))
     if args.get("weight") is not None:
-        factor = lowering.expr("{0} * {1}", factor, _channelwise(lowering, args["weight"], grad.dtype, FULL), dtype=grad.dtype)
+        factor = lowering.expr("{0} * {1}", factor, channelwise(lowering, args["weight"], grad.dtype, FULL), dtype=grad.dtype)
     if means is not None:
-        plain, slope = (_channelwise(lowering, number, grad.dtype, FULL) for number in means)
-        centred = lowering.expr("{0} - {1}", lowering.load(source), mean, dtype=grad.dtype)
+        plain, slope = (channelwise(lowering, number, grad.dtype, FULL) for number in means)
+        assert value is not None
+        centred = lowering.expr("{0} - {1}", value, mean, dtype=grad.dtype)
         grad = lowering.expr("{0} - {1} - {2} * {3}", grad, plain, centred, slope, dtype=grad.dtype)
     lowering.write(index, lowering.expr("{0} * {1}", grad, factor, dtype=grad.dtype))
     return lowering.part

@@ -36,7 +36,6 @@ REDUCTIONS: dict[str, Lowered] = {
     "native_batch_norm": batch_norm.lower_batch_norm,
     "_native_batch_norm_legit": batch_norm.lower_batch_norm,
     "_native_batch_norm_legit_no_training": batch_norm.lower_batch_norm,
-    "native_batch_norm_backward": batch_norm.lower_batch_norm_backward,
     "nll_loss_forward": cross_entropy.lower_nll_forward,
     "nll_loss_backward": cross_entropy.lower_nll_backward,
     "embedding_dense_backward": indexing.lower_embedding_backward,
@@ -106,6 +105,8 @@ def lower(node: Node, scratch: int, tuning: Tuning = HOPPER, known: Known | None
 def _lower_named(node: Node, scratch: int, tuning: Tuning, known: Known) -> list[Part]:
     if node.name in REDUCTIONS:
         return REDUCTIONS[node.name](node, scratch)
+    if node.name == "native_batch_norm_backward":
+        return batch_norm.lower_batch_norm_backward(node, scratch, known)
     if node.name in DRAWS:
         return DRAWS[node.name](node, tuning)
     if node.name in JOINS:
