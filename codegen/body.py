@@ -60,6 +60,11 @@ class Body:
     def extent(self) -> int:
         return forms.reduced_extent(self.reduced or ())
 
+    @property
+    def crowded(self) -> bool:
+        """True where so many elements are gathered for each result that fewer at a time are enough to wait for."""
+        return sum(step.stage == "take" for step in self.steps) >= 4
+
     def add(self, step: Step) -> Step:
         """Append, with level and phase following from the arguments."""
         if step.args:

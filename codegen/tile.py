@@ -168,11 +168,6 @@ def _loads(body: Body) -> int:
     return sum(step.stage == "load" and step.level == FULL for step in body.steps)
 
 
-def _crowded(body: Body) -> bool:
-    """True where so many elements are gathered for each result that fewer at a time are enough to wait for."""
-    return sum(step.stage == "take" for step in body.steps) >= 4
-
-
 def _pointwise(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuning) -> Tile:
     last = len(dims) - 1
     lane = _lane(body, tuning)
@@ -241,9 +236,8 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
         block_x = 1 if looped else min(max(tuning.tile // block_r, 1), power_of_two(body.kept))
     axis_x, axis_r = Axis(kept, body.kept, block_x), Axis(gone, extent, block_r)
     axes = (axis_r, axis_x, None) if column else (axis_x, axis_r, None)
-    crowded = _crowded(body)
-    warps = _warps(block_x * block_r, tuning.pointwise_lane if crowded else lane, 32)
-    stages = tuning.stages if looped and not crowded else 1
+    warps = _warps(block_x * block_r, tuning.pointwise_lane if body.crowded else lane, 32)
+    stages = tuning.stages if looped and not body.crowded else 1
     tile = Tile(dims, strides, axes, 0 if column else 1, looped, share, warps, stages)
     return _peel(tile, body) if looped and not column and not share else tile
 
