@@ -55,7 +55,10 @@ class IndexWriter:
                 self._index(1, "(pid % across) * B1")
             return
         if reduced is None:
-            self._index(1, "pid * B1")
+            if self.tile.peel:
+                self._line("begin = pid * B1")
+            else:
+                self._index(1, "pid * B1")
             return
         if self.tile.mixed:
             chunk = self.arguments.size("share_extent", self.tile.share)

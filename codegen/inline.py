@@ -19,6 +19,8 @@ from codegen.promotion import HALF, TRITON_TYPES, compute_dtype
 from ir_nodes.graph import Graph
 from ir_nodes.node import Node, Operand, Value
 
+COPIES = ("_to_copy", "copy", "copy_")
+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
@@ -42,7 +44,7 @@ Recipes = dict[Value, Recipe]
 
 def remember(graph: Graph, node: Node, parts: list[Part], recipes: Recipes) -> None:
     """Note how to compute what ``node`` writes, where that is cheap and what it takes is not overwritten later."""
-    if len(node.writes) != 1 or node.name not in ("_to_copy", "_log_softmax"):
+    if len(node.writes) != 1 or node.name not in (*COPIES, "_log_softmax"):
         return
     write, source = node.writes[0], next((arg for arg in node.args if isinstance(arg, Operand)), None)
     if source is None or graph.last(source.value.buffer) is not source.value:
@@ -51,7 +53,7 @@ def remember(graph: Graph, node: Node, parts: list[Part], recipes: Recipes) -> N
         return
     if _spots(source) != _spots(Operand(write.value, write.layout)) or source.layout.flipped:
         return
-    if node.name == "_to_copy":
+    if node.name in COPIES:
         if source.layout.dtype in HALF and write.layout.dtype is torch.float32:
             recipes[write.value] = Recipe(source, torch.float32)
     elif source.layout.itemsize <= write.layout.itemsize and parts[0].reduced:

@@ -8,6 +8,7 @@ import torch
 
 from codegen import forms
 from codegen.expressions import function
+from codegen.inline import COPIES
 from codegen.instructions import KEPT, Instr, MemAccess, Part, scratch_value
 from codegen.lowering import Lowering, Unsupported, arguments
 from codegen.promotion import HALF
@@ -25,7 +26,7 @@ def exp(lowering: Lowering, value: Instr, rough: bool = False) -> Instr:
 def _narrow(source: Operand) -> bool:
     """True for 16-bit floats and for what they were widened to."""
     maker = source.value.producer
-    widened = maker is not None and maker.name == "_to_copy" and source.layout.dtype is torch.float32
+    widened = maker is not None and maker.name in COPIES and source.layout.dtype is torch.float32
     return any(operand.layout.dtype in HALF for operand in (source, *(maker.reads if maker is not None and widened else ())))
 
 

@@ -89,9 +89,9 @@ def _peel(tile: Tile, body: Body) -> Tile:
         return tile
     if any(step.stage == "random" for step in body.steps):  # these come in fours, counted from the row's first
         return tile
-    if len(strides) == 1 and strides[0] % width:
+    if len(strides) == 1 and strides[0] % width and not tile.share:
         return replace(tile, peel=width, row=strides[0])
-    return replace(tile, peel=1) if tile.reduced_axis is not None else tile
+    return replace(tile, peel=1) if tile.reduced_axis is not None or tile.axes[0] is None else tile
 
 
 def addressed(body: Body) -> list[Step]:
@@ -164,8 +164,9 @@ def _lane(body: Body, tuning: Tuning) -> int:
 
 
 def _loads(body: Body) -> int:
-    """How many operands a reduction reads element by element."""
-    return sum(step.stage == "load" and step.level == FULL for step in body.steps)
+    """How many operands a reduction reads element by element, each from a place of its own."""
+    full = [step for step in body.steps if step.stage == "load" and step.level == FULL]
+    return sum(math.prod(n for n, stride in step.form if stride) * 2 > body.numel for step in full)
 
 
 def _pointwise(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuning) -> Tile:
@@ -177,7 +178,8 @@ def _pointwise(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuni
         block = min(usual, power_of_two(body.numel))
     if len(dims) <= 1 or dims[last] < 16:
         axis = Axis(tuple(range(len(dims))), body.numel, block)
-        return Tile(dims, strides, (None, axis, None), None, False, 0, _warps(block, lane))
+        flat = Tile(dims, strides, (None, axis, None), None, False, 0, _warps(block, lane))
+        return _peel(flat, body) if len(dims) == 1 and block == usual and body.numel % 16 else flat
     exchanged = _exchanged(body, dims, strides)
     if exchanged is not None:
         side = tuning.transpose_side
@@ -230,7 +232,7 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
         block_r, block_x = 1, min(128, power_of_two(body.kept))
     elif column:
         block_r, block_x, looped = _column_blocks(body, tuning, looped)
-        lane = tuning.loop_lane if looped else tuning.lane
+        lane = tuning.loop_lane if looped and _loads(body) < 2 else tuning.lane
     else:
         block_r, looped, lane = _row_block(body, tuning, looped)
         block_x = 1 if looped else min(max(tuning.tile // block_r, 1), power_of_two(body.kept))
@@ -239,7 +241,7 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
     warps = _warps(block_x * block_r, tuning.pointwise_lane if body.crowded else lane, 32)
     stages = tuning.stages if looped and not body.crowded else 1
     tile = Tile(dims, strides, axes, 0 if column else 1, looped, share, warps, stages)
-    return _peel(tile, body) if looped and not column and not share else tile
+    return _peel(tile, body) if looped and not column and (not share or extent % 16) else tile
 
 
 def mixed_blocks(body: Body, tuning: Tuning) -> tuple[int, int, int, int]:
@@ -248,7 +250,7 @@ def mixed_blocks(body: Body, tuning: Tuning) -> tuple[int, int, int, int]:
     down = min(max(tuning.mixed_tile // along, 1), power_of_two(body.kept))
     held = _loads(body) + sum(step.across and step.stage == "reduce" for step in body.steps)
     warps = _warps(down * along, tuning.wide_lane if held <= 4 else tuning.lane)
-    programs = tuning.cores * max(8 // warps, 1)
+    programs = tuning.cores * max((8 if held > 2 else 16) // warps, 1)
     return down, along, warps, -(-body.kept // (programs * down)) * down
 
 
@@ -266,7 +268,7 @@ def _column_blocks(body: Body, tuning: Tuning, split: bool) -> tuple[int, int, b
     width = min(tuning.column_width, power_of_two(body.kept))
     while not split and width > 16 and -(-body.kept // width) < tuning.cores:
         width //= 2
-    limit = max(tuning.column_tile // (1 if _loads(body) < 2 else 2) // width, 1)
+    limit = max(tuning.column_tile // width, 1)
     looped = split or power_of_two(body.extent) > limit * 2
     return min(power_of_two(body.extent), limit if looped else limit * 2), width, looped
 

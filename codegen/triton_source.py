@@ -66,7 +66,9 @@ class SourceWriter(InstructionWriter):
             return
         if not self.tile.looped:
             if self.tile.peel:
-                self._branch("if (begin >= shift) & (begin - shift + B1 <= n1):", inside=True)
+                end = f"{self._extent(1)}"
+                inside = f"(begin >= shift) & (begin - shift + B1 <= {end})" if self.tile.peel > 1 else f"begin + B1 <= {end}"
+                self._branch(f"if {inside}:", inside=True)
                 self._branch("else:", inside=False)
             else:
                 self._whole()
@@ -74,7 +76,9 @@ class SourceWriter(InstructionWriter):
         placed = self._store_passes(stores)
         reduces = [step for step in self.body.steps if step.stage == "reduce"]
         last = max([step.phase - 1 for step in reduces] + list(placed.values()), default=-1)
-        if self.tile.peel:
+        if self.tile.share and self.tile.peel:
+            self._line("last = begin + (end - begin - 1) // B1 * B1")
+        elif self.tile.peel:
             self._line(f"last = ({self._extent(1)}{self._shifted(' + ')} - 1) // B1 * B1")
         for number in range(last + 1):
             self._outer(number)
@@ -156,9 +160,10 @@ class SourceWriter(InstructionWriter):
         if self.tile.peel:
             if self.tile.peel > 1:
                 self._walk("0, last + 1, tl.maximum(last, 1)", [*reduces, *stores], "")
-            self._walk(f"{'B1' if self.tile.peel > 1 else '0'}, last, B1{stages}", [*reduces, *stores], "", inside=True)
+            first = "begin" if self.tile.share else "B1" if self.tile.peel > 1 else "0"
+            self._walk(f"{first}, last, B1{stages}", [*reduces, *stores], "", inside=True)
             if self.tile.peel == 1:
-                self._index(1, "last")
+                self._index(1, "last", "end" if self.tile.share else "")
                 self._block(reduces, stores)
         else:
             start, end = ("begin", "end") if self.tile.share else ("0", self._extent(reduced))
