@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Callable
 
-from codegen import batch_norm, cross_entropy, draws, indexing, joining, normalisation, optimizers, pooling, positions, reductions
+from codegen import (
+    batch_norm,
+    cross_entropy,
+    draws,
+    indexing,
+    joining,
+    normalisation,
+    optimizers,
+    pooling,
+    positions,
+    reductions,
+    statistics,
+)
 from codegen.expressions import Unsupported
 from codegen.foreach import PREFIX, lower_foreach
 from codegen.instructions import Part
@@ -36,6 +48,14 @@ REDUCTIONS: dict[str, Lowered] = {
     "native_batch_norm": batch_norm.lower_batch_norm,
     "_native_batch_norm_legit": batch_norm.lower_batch_norm,
     "_native_batch_norm_legit_no_training": batch_norm.lower_batch_norm,
+    "native_group_norm": statistics.lower_group_norm,
+    "var": statistics.lower_variance(False, False),
+    "std": statistics.lower_variance(True, False),
+    "var_mean": statistics.lower_variance(False, True),
+    "std_mean": statistics.lower_variance(True, True),
+    "logsumexp": statistics.lower_log_sum_exp,
+    "argmax": statistics.lower_place("max"),
+    "argmin": statistics.lower_place("min"),
     "nll_loss_forward": cross_entropy.lower_nll_forward,
     "nll_loss_backward": cross_entropy.lower_nll_backward,
     "embedding_dense_backward": indexing.lower_embedding_backward,
@@ -87,10 +107,6 @@ def lower(node: Node, scratch: int, tuning: Tuning = HOPPER, known: Known | None
         raise Unsupported(f"{node.target} is not an ATen op")
     if not node.writes or node.effects and node.name not in DRAWS:
         raise Unsupported("it has effects beyond its results")
-    if node.name in ("max", "min"):
-        names = argument_names(node.target)
-        if "dim" in names:
-            raise Unsupported(f"no kernel for {node.target}")
     if node.name in OPTIMIZERS:
         parts = OPTIMIZERS[node.name](node)
     elif node.name.startswith(PREFIX):
@@ -103,6 +119,8 @@ def lower(node: Node, scratch: int, tuning: Tuning = HOPPER, known: Known | None
 
 
 def _lower_named(node: Node, scratch: int, tuning: Tuning, known: Known) -> list[Part]:
+    if node.name in ("max", "min") and "dim" in argument_names(node.target):
+        return statistics.lower_extreme_along(node.name)(node, scratch)
     if node.name in REDUCTIONS:
         return REDUCTIONS[node.name](node, scratch)
     if node.name == "native_batch_norm_backward":
