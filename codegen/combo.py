@@ -64,7 +64,7 @@ class Item:
 
 def combine(plan: Plan) -> Plan:
     """The plan with fewer launches, or the same plan where nothing can be combined or the optimisation is off."""
-    if not settings.enabled("combo") or len(plan.steps) < 2:
+    if not settings.enabled("combo") or len(plan.steps) < 2 or len(plan.needs) != len(plan.steps):
         return plan
     items = items_of(plan)
     joiner = Joiner(plan.steps)

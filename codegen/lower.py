@@ -39,6 +39,7 @@ REDUCTIONS: dict[str, Lowered] = {
     "any": reductions.lower_truth("max"),
     "all": reductions.lower_truth("min"),
     "linalg_vector_norm": reductions.lower_norm,
+    "_amp_foreach_non_finite_check_and_unscale_": optimizers.lower_unscale,
     "_softmax": normalisation.lower_softmax,
     "_log_softmax": normalisation.lower_softmax,
     "_softmax_backward_data": normalisation.lower_softmax_backward,

@@ -13,10 +13,12 @@ import torch
 
 from codegen.expressions import Unsupported, function
 from codegen.foreach import refuse_aliases
-from codegen.instructions import Instr, Part
+from codegen.instructions import KEPT, Instr, Part, scratch_value
 from codegen.lowering import Lowering, arguments
 from codegen.promotion import COMPUTABLE
-from ir_nodes.node import Node, Operand
+from codegen.reductions import kept_layout, reduction
+from ir_nodes.layout import Layout
+from ir_nodes.node import Node, Operand, Value
 
 
 def lower_adam(node: Node) -> list[Part]:
@@ -155,3 +157,38 @@ def _sgd(one: Update) -> None:
         one.store("momentum_buffer_list", moment)
         gradient = one.compute("{0} + {1} * {2}", gradient, momentum, moment) if one.flag("nesterov") else moment
     one.store("self", one.compute("{0} - {1} * {2}", parameter, one.number("lr"), gradient))
+
+
+def lower_unscale(node: Node, scratch: int) -> list[Part]:
+    """`_amp_foreach_non_finite_check_and_unscale_`: a part per gradient that has elements, which scales it and leaves a number
+    above 0 where it found one that is not finite; then a part that looks at all of these."""
+    refuse_aliases(node)
+    args = arguments(node)
+    grads = [(index, grad) for index, grad in enumerate(args["self"]) if all(grad.layout.size)]
+    flags = scratch_value(scratch, 4 * max(len(grads), 1), node)
+    parts = [_unscaled(node, args, index, flags, place) for place, (index, _) in enumerate(grads)]
+    return [*parts, _any_found(node, args, flags, len(grads))] if parts else []
+
+
+def _unscaled(node: Node, args: dict[str, Any], index: int, flags: Value, place: int) -> Part:
+    source = args["self"][index]
+    lowering, _ = reduction(node, source, None)
+    grad = lowering.load(source)
+    value = lowering.cast(grad, torch.float64 if grad.dtype is torch.float64 else torch.float32)
+    factor = lowering.read(args["inv_scale"], value.dtype)
+    lowering.write(index, lowering.expr("tl.where({1} == 1, {0}, {0} * {1})", value, factor, dtype=value.dtype))
+    odd = lowering.expr("tl.where({0} - {0} == 0, 0.0, 1.0)", lowering.cast(value, torch.float32), dtype=torch.float32)
+    lowering.store(flags, Layout(torch.float32, (), (), place), lowering.reduce("max", odd), KEPT)
+    return lowering.part
+
+
+def _any_found(node: Node, args: dict[str, Any], flags: Value, count: int) -> Part:
+    lowering, _ = reduction(node, Operand(flags, Layout.contiguous(torch.float32, (count,))), None)
+    found = lowering.reduce("max", lowering.load(Operand(flags, Layout.contiguous(torch.float32, (count,)))))
+    old = args["found_inf"]
+    known = lowering.load(Operand(old.value, kept_layout(old.layout, range(len(old.layout.size)))), KEPT)
+    place = len(node.writes) - 1
+    target = node.writes[place]
+    value = lowering.expr("tl.where({0} > 0, 1.0, {1})", found, known, dtype=torch.float32)
+    lowering.store(target.value, kept_layout(target.layout, range(len(target.layout.size))), value, KEPT)
+    return lowering.part

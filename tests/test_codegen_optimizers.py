@@ -127,3 +127,16 @@ def test_clipping_by_the_global_norm() -> None:
     made = check(clipped, *lists(4, sizes=((5,), (3, 4), (64,), (300,), (16, 16))), extern=None, combos=True)
     names = [step.kernel.name.split("_")[0] for step in kernels(made)]
     assert names == ["combo", "reduce", "combo"], [step.kernel.name for step in kernels(made)]
+
+
+@pytest.mark.parametrize("odd", [None, float("inf"), float("nan")], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_unscaling_finds_what_is_not_finite(odd: float | None, dtype: torch.dtype) -> None:
+    def program(found: torch.Tensor, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        torch._amp_foreach_non_finite_check_and_unscale_(list(grads), found, torch.full((), 0.25))
+        return (found, *grads)
+
+    grads = lists(1, dtype, (*SIZES, (0,), (40_000,)))
+    if odd is not None:
+        grads[2][3, 4] = odd
+    check(program, torch.zeros(1), *grads, combos=True)

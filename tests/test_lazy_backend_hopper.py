@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import lazy_backend
+from codegen.combo import combine
 from codegen.fuse import plan
 from codegen.kernel import KernelStep
 from examples.gpt import GPT, SIZES
@@ -25,7 +26,7 @@ def test_every_kernel_of_a_training_step_compiles(dtype: torch.dtype, tmp_path: 
     loss.backward()
     torch._foreach_mul_([p.grad for p in model.parameters()], 0.5)
     graph = lazy_backend.debug.graph([loss, *(p.grad for p in model.parameters())])
-    steps = [step for step in plan(graph).steps if isinstance(step, KernelStep)]
+    steps = [step for step in combine(plan(graph)).steps if isinstance(step, KernelStep)]
     kernels = dict.fromkeys(step.kernel for step in steps)
     assert len(kernels) > 10
     for kernel in kernels:
