@@ -19,6 +19,7 @@ import torch
 import lazy_backend  # noqa: F401  (registers the device)
 from barriers.pipeline import ordered_passes, run_passes
 from benchmarks.common import save, table
+from codegen.combo import combine
 from codegen.executable import Emit, assemble
 from codegen.fuse import partition, plan
 from codegen.kernel import KernelStep
@@ -74,7 +75,7 @@ def phases(recording: Recording) -> dict[str, float]:
     graph = timed("graph", lambda: to_graph(recording))
     recorded = len(graph.nodes)
     graph = timed("passes", lambda: run_passes(run_passes(graph)[0], ordered_passes(partition))[0])
-    made = timed("fuse", lambda: plan(graph))
+    made = timed("fuse", lambda: combine(plan(graph)))
     steps = [Emit(kernel_use(step) if isinstance(step, KernelStep) else node_use(step.node), (), lambda program: None)
              for step in made.steps]
     program: Any = NoProgram()

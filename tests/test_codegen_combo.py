@@ -11,7 +11,7 @@ import pytest
 import torch
 from graphs import CACHE, check, kernels, record
 
-from codegen import triton_compile
+from codegen import combo_source, triton_compile
 from codegen.combo import combine
 from codegen.combo_source import COUNTS, MAX_ARGUMENTS, MAX_LANES
 from codegen.fuse import plan
@@ -227,6 +227,12 @@ def test_what_is_loaded_in_wide_vectors_alone_is_so_in_a_combo() -> None:
 def test_programs_of_large_tensors_walk_several_blocks() -> None:
     (step,) = kernels(counted(scaled, *(torch.ones(1).expand(1).new_empty(1 << 23) for _ in range(2)))[1])
     assert step.args[0] == Size(4) and step.grid == (2 << 23 >> 12, 1, 1)
+
+
+def test_numbers_are_right_where_programs_walk_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(combo_source, "MANY_BLOCKS", 4)
+    (step,) = kernels(check(scaled, *lists(((10_000,), (5000, 2), (16,), (4097,)), 1), combos=True))
+    assert step.args[0] == Size(6) and step.grid[0] < 10
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
