@@ -206,3 +206,20 @@ def test_a_mask_is_not_computed_again_behind_a_shortcut_nor_where_recomputing_is
 def test_a_mask_is_the_forwards_own_bit_by_bit_in_16_bits() -> None:
     x, grad = (images(4, 16, 8, 8, channels_last=True, dtype=torch.bfloat16, seed=seed) - 3 for seed in (0, 1))
     check(block(True), x, grad, *statistics(16)[:2], rtol=2e-2, atol=2e-2)
+
+
+def test_a_residual_block_has_three_kernels_for_each_norm_and_way_and_one_for_the_sum_of_gradients() -> None:
+    given = [images(4, 16, 24, 24, channels_last=True), *statistics(16)[:2], *statistics(16)[2:]]
+    kernel = images(16, 16, 1, 1, channels_last=True) * 0.02
+
+    def step(x: Tensor, grad: Tensor, kernel: Tensor, *numbers: Tensor) -> list[Tensor]:
+        x, kernel, a, b, c, d = (one.detach().requires_grad_() for one in (x, kernel, *numbers))
+        y = F.relu(F.batch_norm(F.conv2d(x, kernel), None, None, a, b, True), inplace=True)
+        y = F.relu(F.batch_norm(F.conv2d(y, kernel), None, None, c, d, True) + x, inplace=True)
+        return [y.detach(), *torch.autograd.grad(y, [x, kernel, a, b, c, d], grad)]
+
+    made = check(step, given[0], torch.rand_like(given[0]), kernel, *given[1:], extern=4, rtol=1e-2, atol=1e-2)
+    norms = [step for step in kernels(made) if "batch_norm" in step.kernel.name]
+    others = [[node.name for node in step.nodes] for step in kernels(made) if step not in norms]
+    assert len(norms) == 11, "the second norm's elements are stored by the kernel that takes their gradient's sums"
+    assert others == [["add"], ["add"]], "of what x and what the kernel get from both uses"
