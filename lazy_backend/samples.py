@@ -40,11 +40,11 @@ def fewer(target: str, args: tuple[Any, ...], most_bytes: int) -> tuple[Any, ...
 
 
 def as_many(found: Any, known: Any) -> Any:
-    """``known``, a result on Meta, with the strides that ``found``, the same of fewer samples, has in truth."""
+    """``known``, a result on Meta, with the strides and the dtype that ``found``, the same of fewer samples, has in truth."""
     if not isinstance(found, Tensor) or not isinstance(known, Tensor) or found.shape[1:] != known.shape[1:]:
         return known
     # Where samples do not lie one after the other, strides depend on how many there are.
     outermost = all(found.stride(0) >= stride * size for size, stride in zip(found.shape[1:], found.stride()[1:]))
     if found.shape != known.shape and not outermost:
         return known
-    return torch.empty_strided(known.shape, found.stride(), dtype=known.dtype, device="meta")
+    return torch.empty_strided(known.shape, found.stride(), dtype=found.dtype, device="meta")
