@@ -15,12 +15,13 @@ from typing import Collection, Iterable, Mapping, Sequence
 from codegen import inline
 from codegen.expressions import Unsupported
 from codegen.group import Group, Unit, joint_level, merge, new_group
-from codegen.instructions import Part
+from codegen.instructions import MemAccess, Part
 from codegen.kernel import Plan, Refusal
 from codegen.lower import lower
 from codegen.pad_products import pad_products
 from codegen.product import lower_product
 from codegen.pulled import nothing_known
+from codegen.reordering import follow, stores
 from codegen.rounds import pairs
 from codegen.rules import can_fuse
 from codegen.steps import Steps
@@ -81,6 +82,7 @@ def lower_all(graph: Graph, tuning: Tuning = HOPPER) -> list[Unit]:
     units: list[Unit] = []
     scratch, known = 0, nothing_known()
     recipes: inline.Recipes = {}
+    makers: dict[Value, MemAccess] = {}
     for node in graph.nodes:
         try:
             parts = lower(node, scratch, tuning, known)
@@ -89,6 +91,10 @@ def lower_all(graph: Graph, tuning: Tuning = HOPPER) -> list[Unit]:
             units.append(Unit(len(units), node, None, str(refusal), tuple(node.inputs()), made))
             known.remember(node, [])
             continue
+        if settings.enabled("loop_order"):
+            parts = [follow(part, makers) for part in parts]
+        for part in parts:
+            makers.update(stores(part))
         known.remember(node, parts)
         partial = {write.value: write.base for write in node.all_writes() if write.base is not None
                    and not write.layout.covers(write.value.buffer.nbytes)}

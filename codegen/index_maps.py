@@ -110,3 +110,20 @@ def disjoint(left: Form, right: Form, distance: int) -> bool:
     spans = [1 + sum((size - 1) * stride for size, stride in form if stride != step) for form in (left, right)]
     place = distance % step
     return spans[0] <= place and place + spans[1] <= step
+
+
+def in_memory_order(form: Form, layout: Form, numel: int) -> Form | None:
+    """``form`` over the same elements taken in the order in which ``layout`` finds them in memory, which it has to fill densely;
+    else None."""
+    cuts = forms.merge_cuts(forms.cuts(form), forms.cuts(layout))
+    if cuts is None:
+        return None
+    dims = forms.dims_of(cuts, numel)
+    strides, steps = forms.strides_over(form, dims), forms.strides_over(layout, dims)
+    order = sorted((dim for dim in range(len(dims)) if dims[dim] > 1), key=lambda dim: -steps[dim])
+    expected = 1
+    for dim in reversed(order):
+        if steps[dim] != expected:
+            return None
+        expected *= dims[dim]
+    return forms.collapse(tuple(dims[dim] for dim in order), tuple(strides[dim] for dim in order))

@@ -44,9 +44,14 @@ class MemAccess:
 
     @property
     def covers(self) -> bool:
-        """True where it walks the whole buffer in order."""
-        count = self.value.buffer.nbytes // self.dtype.itemsize
-        return self.byte_offset == 0 and self.form == (((count, 1),) if count > 1 else ()) and not self.index_stride
+        """True where it walks the whole buffer, in whatever order."""
+        expected = 1
+        for size, stride in sorted(self.form, key=lambda pair: pair[1]):
+            if stride != expected:
+                return False
+            expected *= size
+        whole = expected * self.dtype.itemsize == self.value.buffer.nbytes
+        return whole and self.byte_offset == 0 and not self.index_stride and not self.scattered
 
     def overlaps(self, other: "MemAccess") -> bool:
         return self.low < other.high and other.low < self.high

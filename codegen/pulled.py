@@ -11,12 +11,13 @@ import torch
 
 from codegen.expressions import Unsupported
 from codegen.forms import Form
-from codegen.index_maps import Window, through
+from codegen.index_maps import Window, in_memory_order, through
 from codegen.instructions import FULL, Instr, MemAccess, Part
 from codegen.lowering import Lowering
 from ir_nodes.node import Buffer, Node, Value
 
-MAX_DEPTH, MAX_EXPRESSIONS, MAX_LOADS = 3, 10, 3
+MAX_DEPTH, MAX_EXPRESSIONS, MAX_LOADS = 5, 10, 3
+MAX_INSTRUCTIONS = 80
 _COSTLY = ("libdevice.", "tl.exp", "tl.log", "div", "sqrt", "philox")
 
 Mapped = tuple[Form, int, int]
@@ -76,8 +77,8 @@ class Puller:
                 depth: int = 0) -> Instr:
         """The elements that ``access`` addresses over the mapper's space. Raises Unsupported where its dimensions do not fit."""
         part = self.known.parts.get(access.value)
-        if part is not None and depth < MAX_DEPTH and self._is_cheap(part, access):
-            instrs = self.lowering.part.instrs
+        instrs = self.lowering.part.instrs
+        if part is not None and depth < MAX_DEPTH and len(instrs) < MAX_INSTRUCTIONS and self._is_cheap(part, access):
             before = len(instrs)
             try:
                 return self.part(part, _chained(part, access, mapper), depth + 1)
@@ -125,13 +126,14 @@ def _chained(part: Part, access: MemAccess, mapper: Mapper) -> Mapper:
     start = (access.byte_offset - store.byte_offset) // itemsize
     same = access.form == store.form and start == 0
     inside = store.low <= access.low and access.high <= store.high
-    if access.dtype is not store.dtype or not same and (store.form != ((part.numel, 1),) or not inside):
+    if access.dtype is not store.dtype or not same and not inside:
         raise Unsupported("its producer stores another layout")
 
     def chained(form: Form, byte_offset: int, size: int) -> Mapped | None:
         if same:
             return mapper(form, byte_offset, size)
-        picked = through(form, access.form, start)
+        dense = in_memory_order(form, store.form, part.numel)
+        picked = through(dense, access.form, start) if dense is not None else None
         return None if picked is None else mapper(picked[0], byte_offset + picked[1] * size, size)
 
     return chained
