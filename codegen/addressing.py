@@ -60,6 +60,9 @@ class IndexWriter:
             else:
                 self._index(1, "pid * B1")
             return
+        if self.tile.covered:
+            self._cover()
+            return
         if self.tile.mixed:
             chunk = self.arguments.size("share_extent", self.tile.share)
             self._line(f"begin = pid * {chunk}")
@@ -79,6 +82,46 @@ class IndexWriter:
         self._align("pid")
         if not self.tile.looped:
             self._index(reduced, "")
+
+    def _cover(self) -> None:
+        """A program's share of rows that start off 16-byte boundaries, all of them equally far."""
+        start, share = "", "pid"
+        if not self.tile.shares:
+            self._line(f"i0 = pid * B0 + {self._arange(0)}")
+            self._row_bounds()
+        elif not self.tile.mixed:
+            self._line(f"across = ({self._extent(1)} + {self.tile.covered - 1} + B1 - 1) // B1")
+            self._line("share = pid // across")
+            start, share = "(pid % across) * B1 + ", "share"
+        width = self.tile.covered
+        self._line(f"shift = ({share} * {self.arguments.stride(self.tile.row)}) % {width}  # the same for every row of it")
+        self._line(f"at = {start}{self._arange(1)}")
+        self._line("i1 = at - shift")
+        self._line(f"m1 = (i1 >= 0) & (i1 < {self._extent(1)})")
+        self._line(f"v1 = at // {width} * {width} < {self._extent(1)} + shift")
+        self._line(f"w1 = (at // {width} * {width} >= shift) & (at // {width} * {width} + {width} <= {self._extent(1)} + shift)")
+        self._split(1)
+
+    def _rows(self) -> str:
+        """The loop over the rows of a program's share."""
+        if self.tile.covered:
+            first = "pid" if self.tile.mixed else "share"
+            return f"{first}, {self._extent(0)}, {self.arguments.size('shares', self.tile.shares)} * B0"
+        return "begin, end, B0"
+
+    def _row_index(self) -> None:
+        """The rows of one step of that loop."""
+        if not self.tile.covered:
+            self._index(0, "r", "end")
+            return
+        self._line(f"i0 = r + {self._arange(0)} * {self.arguments.size('shares', self.tile.shares)}")
+        self._row_bounds()
+
+    def _row_bounds(self) -> None:
+        """Which rows there are, and the boundary before each."""
+        self._line(f"m0 = i0 < {self._extent(0)}")
+        self._line(f"base = (i0 * {self.arguments.stride(self.tile.row)}) // {self.tile.covered} * {self.tile.covered}")
+        self._split(0)
 
     def _align(self, row: str) -> None:
         """Where rows start off 16-byte boundaries: how far the program's ``row`` does, and the boundary before."""
@@ -191,6 +234,8 @@ class IndexWriter:
         offset = " + ".join(term for number in sorted(terms) for term in terms[number])
         if self._inside and self.tile.peel > 1 and self.tile.follows(step):
             offset = "base + at"
+        if self.tile.covered and step.stage in ("load", "store") and self.tile.follows(step):
+            return "base + at", "m0 & v1"
         return offset, " & ".join(f"m{number}" for number in sorted(terms) if self._guarded(number))
 
     def _guarded(self, number: int) -> bool:

@@ -12,7 +12,7 @@ from codegen.onehot import sum_one_hots
 from codegen.online import merge_passes
 from codegen.source_args import ArgumentList
 from codegen.split import mixed_body, split_body
-from codegen.tile import Tile, lay_out, mixed_blocks
+from codegen.tile import Tile, lay_out, mixed_blocks, whole_shares
 from codegen.triton_source import SourceWriter
 from codegen.tuning import Tuning
 from ir_nodes.node import Node, Value
@@ -44,11 +44,13 @@ def emit_group(group: Group, outside: set[Value], scratch: Scratch, tuning: Tuni
 
         return [replace(_whole(body, tile, nodes, scratch), retile=retile)]
     share = _share(body, tuning)
-    first, second = split_body(body, -(-body.extent // share), nodes[0])
-    tile = lay_out(first, tuning, share)
+    shares = -(-body.extent // share)
+    shares = whole_shares(shares, body.kept) if body.column else shares
+    first, second = split_body(body, shares, nodes[0])
+    tile = lay_out(first, tuning, share, shares)
 
     def retile_first(changes: str) -> KernelStep | None:
-        other = lay_out(first, tuning.changed(changes), share)
+        other = lay_out(first, tuning.changed(changes), share, shares)
         return None if other.shape() == tile.shape() else _launch(first, other, nodes, scratch)
 
     return [replace(_launch(first, tile, nodes, scratch), retile=retile_first),
@@ -57,8 +59,7 @@ def emit_group(group: Group, outside: set[Value], scratch: Scratch, tuning: Tuni
 
 def _mixed(body: Body, nodes: tuple[Node, ...], scratch: Scratch, tuning: Tuning) -> list[KernelStep]:
     """Rows with their columns' partial results, then the columns."""
-    share = mixed_blocks(body, tuning)[3]
-    first, second = mixed_body(body, -(-body.kept // share), nodes[0])
+    first, second = mixed_body(body, mixed_blocks(body, tuning)[4], nodes[0])
     return [_launch(half, lay_out(half, tuning), nodes, scratch) for half in (first, second) if half.stored]
 
 
@@ -120,13 +121,9 @@ def _name(body: Body, nodes: tuple[Node, ...]) -> str:
 
 def _programs(tile: Tile) -> int:
     counts = [1 if axis is None else -(-axis.extent // axis.block) for axis in tile.axes]
+    if tile.reduced_axis is None or tile.covered:
+        over = max(tile.peel, tile.covered, 1) - 1
+        counts[1] = -(-(tile.axes[1].extent + over) // tile.axes[1].block)
     if tile.reduced_axis is None:
-        counts[1] = -(-(tile.axes[1].extent + max(tile.peel - 1, 0)) // tile.axes[1].block)
         return counts[0] * counts[1] * counts[2]
-    if tile.mixed:
-        assert tile.axes[0] is not None
-        return -(-tile.axes[0].extent // tile.share)
-    kept = counts[1 - tile.reduced_axis]
-    axis = tile.axes[tile.reduced_axis]
-    assert axis is not None
-    return kept * (-(-axis.extent // tile.share) if tile.share else 1)
+    return (1 if tile.mixed else counts[1 - tile.reduced_axis]) * max(tile.shares, 1)

@@ -8,9 +8,10 @@ dimension and all others, or one flat axis where everything is dense, or the two
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from codegen import forms
+from codegen.aligned import cover, peel, walked
 from codegen.body import Body, Step, reduced_flags
 from codegen.instructions import FULL
 from codegen.online import pairs
@@ -53,45 +54,19 @@ class Tile:
     num_warps: int
     stages: int = 1  # how many steps ahead the loop loads
     depth: int = 0  # summands of a matrix product that one step of its loop takes
+    shares: int = 0  # how many programs share a reduction
     peel: int = 0
+    covered: int = 0  # as ``peel``, for programs that take every ``shares``-th row and mask whole vectors
     row: int = 0
     mixed: bool = False  # programs walk ``share`` rows each, and sum columns beside
 
     def follows(self, step: Step) -> bool:
         """True where the operand's rows lie ``row`` elements apart and run along axis 1."""
-        return _walked(self.dims, self.strides[id(step)], self.axes) == self.row
+        return walked(self.dims, self.strides[id(step)], self.axes) == self.row
 
     def shape(self) -> tuple[object, ...]:
         """What two tiles of one body may differ in."""
         return (self.axes, self.looped, self.num_warps, self.stages, self.depth, self.peel)
-
-
-def _walked(dims: tuple[int, ...], strides: tuple[int, ...], axes: tuple[Axis | None, Axis, Axis | None]) -> int | None:
-    """The stride between rows of an operand that runs along axis 1 with stride 1; 0 where it has one row, None where neither."""
-    rows, along = axes[0], axes[1]
-    if rows is None or not along.dims or strides[along.dims[-1]] != 1:
-        return None
-    for axis in (rows, along):
-        if any(strides[a] != strides[b] * dims[b] for a, b in zip(axis.dims, axis.dims[1:])):
-            return None
-    if axes[2] is not None and any(strides[dim] for dim in axes[2].dims):
-        return None
-    return strides[rows.dims[-1]] if rows.dims else 0
-
-
-def _peel(tile: Tile, body: Body) -> Tile:
-    """The tile with the rows' ends taken off where that lets whole blocks run without masks, loading 16 bytes at a time."""
-    full = [step for step in body.steps if step.level == FULL and step.access is not None and id(step) in tile.strides]
-    rows = dict.fromkeys(_walked(tile.dims, tile.strides[id(step)], tile.axes) for step in full)
-    strides = [stride for stride in rows if stride]
-    width = 16 // min((step.access.dtype.itemsize for step in full if step.access is not None), default=16)
-    if not settings.enabled("aligned_rows"):
-        return tile
-    if any(step.stage == "random" for step in body.steps):  # these come in fours, counted from the row's first
-        return tile
-    if len(strides) == 1 and strides[0] % width and not tile.share:
-        return replace(tile, peel=width, row=strides[0])
-    return replace(tile, peel=1) if tile.reduced_axis is not None or tile.axes[0] is None else tile
 
 
 def addressed(body: Body) -> list[Step]:
@@ -99,8 +74,8 @@ def addressed(body: Body) -> list[Step]:
     return [step for step in body.steps if step.stage in ("load", "store", "gather", "take", "coord", "random", "dot")]
 
 
-def lay_out(body: Body, tuning: Tuning, share: int = 0) -> Tile:
-    """The tile of ``body``; ``share`` above 0 makes the first kernel of a split reduction."""
+def lay_out(body: Body, tuning: Tuning, share: int = 0, shares: int = 0) -> Tile:
+    """The tile of ``body``; ``share`` above 0 makes the first kernel of a reduction split over ``shares`` programs."""
     steps = addressed(body)
     cuts: tuple[int, ...] | None = forms.reduced_cuts(body.reduced or (), body.numel)
     for step in steps:
@@ -118,7 +93,7 @@ def lay_out(body: Body, tuning: Tuning, share: int = 0) -> Tile:
     dims, strides, flags = _merge(dims, strides, flags, order)
     if body.reduced is None:
         return _pointwise(body, dims, strides, tuning)
-    return _reduction(body, dims, strides, flags, tuning, share)
+    return _reduction(body, dims, strides, flags, tuning, (share, shares))
 
 
 def _main(body: Body) -> Step | None:
@@ -179,7 +154,7 @@ def _pointwise(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuni
     if len(dims) <= 1 or dims[last] < 16:
         axis = Axis(tuple(range(len(dims))), body.numel, block)
         flat = Tile(dims, strides, (None, axis, None), None, False, 0, _warps(block, lane))
-        return _peel(flat, body) if len(dims) == 1 and block == usual and body.numel % 16 else flat
+        return peel(flat, body) if len(dims) == 1 and block == usual and body.numel % 16 else flat
     exchanged = _exchanged(body, dims, strides)
     if exchanged is not None:
         side = tuning.transpose_side
@@ -193,7 +168,7 @@ def _pointwise(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuni
     outer = min(max(block // inner, 1), power_of_two(outer_extent))
     axes = (Axis(tuple(range(last)), outer_extent, outer), Axis((last,), dims[last], inner), None)
     tile = Tile(dims, strides, axes, None, False, 0, _warps(inner * outer, lane))
-    return _peel(tile, body) if outer == 1 and inner >= tuning.peeled else tile
+    return peel(tile, body) if outer == 1 and inner >= tuning.peeled else tile
 
 
 def _product(product: Step, dims: tuple[int, ...], strides: Strides, _: tuple[bool, ...], tuning: Tuning) -> Tile:
@@ -221,7 +196,8 @@ def _exchanged(body: Body, dims: tuple[int, ...], strides: Strides) -> int | Non
 
 
 def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple[bool, ...], tuning: Tuning,
-               share: int) -> Tile:
+               divided: tuple[int, int]) -> Tile:
+    share, shares = divided
     kept = tuple(dim for dim, flag in enumerate(flags) if not flag)
     gone = tuple(dim for dim, flag in enumerate(flags) if flag)
     column = _along_kept(body, dims, strides, flags)
@@ -240,27 +216,36 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
     axes = (axis_r, axis_x, None) if column else (axis_x, axis_r, None)
     warps = _warps(block_x * block_r, tuning.pointwise_lane if body.crowded else lane, 32)
     stages = tuning.stages if looped and not body.crowded else 1
-    tile = Tile(dims, strides, axes, 0 if column else 1, looped, share, warps, stages)
-    return _peel(tile, body) if looped and not column and (not share or extent % 16) else tile
+    tile = Tile(dims, strides, axes, 0 if column else 1, looped, share, warps, stages, shares=shares)
+    alone = not looped and block_x == 1 and extent > tuning.covered
+    if share and column or alone and not column and not power_of_two(extent + 7) > block_r:
+        return cover(tile, body, tuning.covered)
+    return peel(tile, body) if looped and not column and (not share or extent % 16) else tile
 
 
-def mixed_blocks(body: Body, tuning: Tuning) -> tuple[int, int, int, int]:
-    """(rows per step, a row's block, warps, rows per program) where columns are reduced beside rows."""
-    along = power_of_two(body.extent)
+def mixed_blocks(body: Body, tuning: Tuning) -> tuple[int, int, int, int, int]:
+    """(rows per step, a row's block, warps, rows per program, programs) where columns are reduced beside rows."""
+    along = power_of_two(body.extent + (7 if body.extent % 8 else 0))
     down = min(max(tuning.mixed_tile // along, 1), power_of_two(body.kept))
     held = _loads(body) + sum(step.across and step.stage == "reduce" for step in body.steps)
     warps = _warps(down * along, tuning.wide_lane if held <= 4 else tuning.lane)
     programs = tuning.cores * max((8 if held > 2 else 16) // warps, 1)
-    return down, along, warps, -(-body.kept // (programs * down)) * down
+    share = -(-body.kept // (programs * down)) * down
+    return down, along, warps, share, whole_shares(-(-body.kept // share), body.extent)
+
+
+def whole_shares(shares: int, row: int) -> int:
+    """As many programs, or a few more, so that each may take rows that lie alike."""
+    return -(-shares // 8) * 8 if row % 8 else shares
 
 
 def _mixed(body: Body, dims: tuple[int, ...], strides: Strides, split: tuple[tuple[int, ...], tuple[int, ...]],
            tuning: Tuning) -> Tile:
-    down, along, warps, share = mixed_blocks(body, tuning)
+    down, along, warps, share, shares = mixed_blocks(body, tuning)
     axes = (Axis(split[0], body.kept, down), Axis(split[1], body.extent, along), None)
     width = sum(step.access.dtype.itemsize for step in body.steps if step.stage == "load" and step.level == FULL and step.access)
     ahead = min(tuning.stages, 1 + tuning.shared_bytes // (down * along * max(width, 1)))
-    return Tile(dims, strides, axes, 1, False, share, warps, ahead, mixed=True)
+    return cover(Tile(dims, strides, axes, 1, False, share, warps, ahead, shares=shares, mixed=True), body, tuning.covered)
 
 
 def _column_blocks(body: Body, tuning: Tuning, split: bool) -> tuple[int, int, bool]:
@@ -275,7 +260,7 @@ def _column_blocks(body: Body, tuning: Tuning, split: bool) -> tuple[int, int, b
 
 def _row_block(body: Body, tuning: Tuning, split: bool) -> tuple[int, bool, int]:
     """(elements per step, looped?, elements per thread) where rows are reduced."""
-    loads, extent = _loads(body), power_of_two(body.extent)
+    loads, extent = _loads(body), power_of_two(body.extent + (7 if body.extent % 8 and body.extent > tuning.covered else 0))
     if not split and extent <= tuning.persistent // (1 if loads < 2 else 2):
         highest = any(step.stage == "reduce" and step.text != "add" for step in body.steps)
         wide = extent > tuning.short_row and _narrow(body) and loads < 2 and not highest

@@ -99,9 +99,9 @@ class SourceWriter(InstructionWriter):
             kind = TRITON_TYPES[step.dtype]
             self._line(f"{self._name(step)}_acc = tl.full([B0, B1], {identity(step.text, step.dtype)}, {kind})")
         ahead = f", num_stages={self.tile.stages}" if self.tile.stages > 1 else ""
-        self._line(f"for r in tl.range(begin, end, B0{ahead}):")
+        self._line(f"for r in tl.range({self._rows()}{ahead}):")
         self._indent += 1
-        self._index(0, "r", "end")
+        self._row_index()
         hoisted = set(self._emitted)
         for step in self.body.steps:
             if step in columns:
@@ -167,7 +167,8 @@ class SourceWriter(InstructionWriter):
                 self._block(reduces, stores)
         else:
             start, end = ("begin", "end") if self.tile.share else ("0", self._extent(reduced))
-            self._walk(f"{start}, {end}, B{reduced}{stages}", [*reduces, *stores], end)
+            steps = self._rows() if self.tile.covered else f"{start}, {end}, B{reduced}"
+            self._walk(f"{steps}{stages}", [*reduces, *stores], end)
         for step in reduces:
             self._finish(step, reduced)
 
@@ -186,7 +187,10 @@ class SourceWriter(InstructionWriter):
         self._line(f"for r in tl.range({steps}):")
         self._indent += 1
         self._inside = inside
-        self._index(reduced, "r", end)
+        if self.tile.covered:
+            self._row_index()
+        else:
+            self._index(reduced, "r", end)
         self._block([step for step in sinks if step.stage == "reduce"], [step for step in sinks if step.stage == "store"])
         self._inside = False
         self._indent -= 1

@@ -39,9 +39,10 @@ class Tuning:
     split. ``mixed_row``, ``mixed_rows``: the longest row and the fewest rows that are reduced together with columns,
     ``mixed_tile``: elements per step of that, ``shared_bytes``: what its loads ahead may take of a multiprocessor's memory.
     ``product_rows``, ``product_columns``, ``product_depth``: a matrix product's block, and how many summands its loop takes
-    at a time. ``pointwise_lane``: 4-byte elements per thread of a kernel that reduces nothing, ``thread_bytes``: what these may
-    take in all its operands together. ``philox_blocks``: blocks of 256 threads that the machine runs at a time, which decides
-    the random numbers that ATen's kernels draw; 0 where generators are not Philox.
+    at a time. ``pointwise_lane``: 4-byte elements per thread of a kernel that reduces nothing, ``thread_bytes``: what these
+    may take in all its operands together. ``philox_blocks``: blocks of 256 threads that the machine runs at a time, which
+    decides the random numbers that ATen's kernels draw; 0 where generators are not Philox. ``peeled``, ``covered``: the
+    shortest rows off 16-byte boundaries that `codegen.aligned` treats.
     """
 
     pointwise_block: int = 1024
@@ -59,6 +60,7 @@ class Tuning:
     online_lane: int = 16
     stages: int = 3
     peeled: int = 256
+    covered: int = 256
     mixed_row: int = 8192
     mixed_rows: int = 512
     mixed_tile: int = 2048

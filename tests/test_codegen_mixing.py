@@ -81,6 +81,37 @@ def test_rows_off_16_byte_boundaries(dtype: torch.dtype, columns: int) -> None:
     check(lambda x, w: F.layer_norm(x, (columns,), w, w), x, w, tuning=PEELED, **near)
 
 
+@DTYPES
+@pytest.mark.parametrize("size", [(133, 35), (150, 17)], ids=str)
+def test_columns_of_rows_off_16_byte_boundaries(dtype: torch.dtype, size: tuple[int, int]) -> None:
+    near = {"rtol": 2e-2, "atol": 2e-1} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+    tuning = Tuning(split_numel=64, mixed_rows=8, mixed_tile=64, cores=16, split_column=8, split_rows=4, programs=64,
+                    column_width=16, column_tile=64, covered=16)
+
+    def gelu_backward(g: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        inner = torch.ops.aten.gelu_backward(g, x)
+        return inner, inner.sum(0)
+
+    g, x = data(*size, dtype=dtype), data(*size, dtype=dtype, seed=1)
+    for made in (check(gelu_backward, g, x, count=2, tuning=tuning, **near),
+                 check(lambda x: (x.sum(0), x.sum(1)), x, count=2, tuning=tuning, **near)):
+        assert "base + at" in kernels(made)[0].kernel.source
+    assert "base" not in kernels(check(lambda x: x.sum(0), data(150, 32), tuning=tuning))[0].kernel.source
+
+
+@DTYPES
+@pytest.mark.parametrize("columns", [35, 127, 129])
+def test_one_row_a_program_off_16_byte_boundaries(dtype: torch.dtype, columns: int) -> None:
+    near = {"rtol": 2e-2, "atol": 2e-2}
+    tuning = Tuning(tile=16, covered=16)
+    x, y, w = data(5, columns, dtype=dtype), data(5, columns, dtype=dtype, seed=1), data(columns, dtype=dtype, seed=2)
+    made = check(lambda x: x.softmax(-1), x, count=1, tuning=tuning, **near)
+    assert "base + at" in kernels(made)[0].kernel.source
+    check(lambda x, y, w: (x + y, F.layer_norm(x + y, (columns,), w, w)), x, y, w, count=1, tuning=tuning, **near)
+    check(lambda x, y: x.add_(y).softmax(-1), x, y, count=1, tuning=tuning, **near)
+    check(lambda x: (x[1:, 2:].softmax(-1), x.sum(-1)), x, tuning=tuning, **near)
+
+
 def test_rows_without_a_finite_number() -> None:
     x = torch.full((4, 201), float("-inf"))
     x[0, 5], x[1, 7], x[2, 3] = 1.0, float("nan"), float("inf")

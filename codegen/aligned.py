@@ -1,0 +1,66 @@
+"""Lets rows that start off 16-byte boundaries be walked in blocks that start on them. Imports codegen's leaf modules.
+
+Rows that are looped over or cut among programs have blocks that lie within them and need no mask ("peeled"). Where columns are
+reduced, a program takes every so-many-th row, all of which lie equally far off a boundary, and loads whole vectors, whatever lies
+beside the row in them ("covered"): a vector with one element of the row lies in its memory's page. So does a program that holds
+its row in registers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from codegen.body import Body, Step
+from codegen.instructions import FULL
+from ir_nodes import settings
+
+if TYPE_CHECKING:
+    from codegen.tile import Axis, Tile
+
+def walked(dims: tuple[int, ...], strides: tuple[int, ...], axes: tuple[Axis | None, Axis, Axis | None]) -> int | None:
+    """The stride between rows of an operand that runs along axis 1 with stride 1; 0 where it has one row, None where neither."""
+    rows, along = axes[0], axes[1]
+    if rows is None or not along.dims or strides[along.dims[-1]] != 1:
+        return None
+    for axis in (rows, along):
+        if any(strides[a] != strides[b] * dims[b] for a, b in zip(axis.dims, axis.dims[1:])):
+            return None
+    if axes[2] is not None and any(strides[dim] for dim in axes[2].dims):
+        return None
+    return strides[rows.dims[-1]] if rows.dims else 0
+
+
+def peel(tile: Tile, body: Body) -> Tile:
+    """The tile with the rows' ends taken off where that lets whole blocks run without masks, loading 16 bytes at a time."""
+    full = [step for step in body.steps if step.level == FULL and step.access is not None and id(step) in tile.strides]
+    rows = dict.fromkeys(walked(tile.dims, tile.strides[id(step)], tile.axes) for step in full)
+    strides = [stride for stride in rows if stride]
+    width = 16 // min((step.access.dtype.itemsize for step in full if step.access is not None), default=16)
+    if not settings.enabled("aligned_rows"):
+        return tile
+    if any(step.stage == "random" for step in body.steps):  # these come in fours, counted from the row's first
+        return tile
+    if len(strides) == 1 and strides[0] % width and not tile.share:
+        return replace(tile, peel=width, row=strides[0])
+    return replace(tile, peel=1) if tile.reduced_axis is not None or tile.axes[0] is None else tile
+
+
+def cover(tile: Tile, body: Body, shortest: int) -> Tile:
+    """The tile, whose programs take one row or every ``shares``-th: where rows start off boundaries, they load 16 bytes at a time
+    nevertheless. Rows below ``shortest`` elements are left as they are."""
+    full = [step for step in body.steps if step.level == FULL and step.access is not None and id(step) in tile.strides]
+    rows = dict.fromkeys(walked(tile.dims, tile.strides[id(step)], tile.axes) for step in full)
+    strides = [stride for stride in rows if stride]
+    width = 16 // min((step.access.dtype.itemsize for step in full if step.access is not None), default=16)
+    if not settings.enabled("aligned_rows") or len(strides) != 1 or not strides[0] % width or tile.shares % width:
+        return tile
+    if tile.axes[1].extent < shortest or any(_unlike(step) for step in body.steps):
+        return tile
+    return replace(tile, covered=width, row=strides[0])
+
+
+def _unlike(step: Step) -> bool:
+    """True where an instruction must not see elements beside the row."""
+    access = step.access
+    return step.stage in ("random", "take", "gather") or access is not None and (access.scattered or access.shift > 0)
