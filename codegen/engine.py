@@ -23,7 +23,6 @@ class Context:
     device: int
     kernel_dir: Path
     show: Callable[[str], None] | None = None  # told each generated source, under a debug level
-    draws: bool = False  # can launches be given a generator's seed and offset?
     numbers: Sequence[Any] = ()  # the graph's number inputs in the recording that is compiled; they may differ in any other
 
 

@@ -88,7 +88,7 @@ def tuning_of(context: Context) -> Tuning:
         return INTERPRETER
     device = torch.cuda.get_device_properties(context.device)
     blocks = device.multi_processor_count * (device.max_threads_per_multi_processor // BLOCK)
-    return replace(HOPPER, philox_blocks=blocks if context.draws else 0)
+    return replace(HOPPER, philox_blocks=blocks)
 
 
 def load_kernels(kernels: Sequence[Kernel], context: Context) -> dict[Kernel, Function]:
