@@ -22,7 +22,8 @@ compiling = _Compiling()  # does this thread compile a recording?
 _forked = False
 _lock = threading.RLock()
 _at_start: list[Callable[[ModuleType], None]] = []
-PENDING_SHARE = 8  # by default a recording may hold an eighth of the device's memory
+PENDING_SHARE = {"cuda": 0.75, "cpu": 0.5}  # of the device's memory, which a recording may hold by default: about what eager mode
+# would hold by then, of which fused kernels need less
 
 
 def at_start(action: Callable[[ModuleType], None]) -> None:
@@ -103,7 +104,7 @@ def default_pending_bytes() -> int:
         total = torch.cuda.get_device_properties(0).total_memory
     else:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return total // PENDING_SHARE
+    return int(total * PENDING_SHARE[physical_device(0).type])
 
 
 def _mark_forked() -> None:

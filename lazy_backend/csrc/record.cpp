@@ -78,8 +78,12 @@ void add_const(const IValue& v, std::vector<uint64_t>& words) {
   words.push_back(torch::lazy::HashReduce(torch::lazy::DataHash(s.data(), s.size())));
 }
 
-// Is this value, of an argument that may be a number to fill in at run time, a constant?
-bool is_const(ArgKind kind, const IValue& v) { return v.isNone() || (kind == ArgKind::Exponent && !v.isDouble()); }
+// Is this value, of an argument that may be a number to fill in at run time, a constant? Exponents are where they choose a formula.
+bool is_const(ArgKind kind, const IValue& v) {
+  if (kind != ArgKind::Exponent || !v.isDouble()) return v.isNone() || kind == ArgKind::Exponent;
+  const double e = v.toDouble();
+  return std::abs(e) == 0.5 || (e == std::trunc(e) && std::abs(e) <= 3);
+}
 
 // All that decides shapes and formulas: layouts, constants, kinds of numbers, and the default dtype, which type promotion reads.
 hash_t hash_call(const OpInfo& op, const IValue* args) {
