@@ -13,8 +13,10 @@ import dataclasses
 import json
 import os
 import selectors
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import deque
 from pathlib import Path
@@ -44,9 +46,10 @@ class PoolError(RuntimeError):
 
 @dataclasses.dataclass(eq=False)
 class Worker:
-    """One process with the jobs that it has at hand, by number."""
+    """One process with the jobs that it has at hand, by number. ``scratch``: where its compiler keeps what it makes."""
 
     process: subprocess.Popen[bytes]
+    scratch: str
     ready: bool = False
     jobs: dict[int, Kernel] = dataclasses.field(default_factory=dict)
     rest: bytes = b""
@@ -55,9 +58,10 @@ class Worker:
     def start(cls) -> Worker:
         """Raises OSError."""
         root = str(Path(__file__).resolve().parents[1])
-        command = [sys.executable or "python3", "-c", _START, json.dumps([root, *(path for path in sys.path if path != root)])]
-        return cls(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
-                                    env=settings.child_environment()))
+        scratch = tempfile.mkdtemp(prefix="lazysched-triton-")
+        paths = json.dumps([root, *(path for path in sys.path if path != root)])
+        return cls(subprocess.Popen([sys.executable or "python3", "-c", _START, paths, scratch], stdin=subprocess.PIPE,
+                                    stdout=subprocess.PIPE, bufsize=0, env=settings.child_environment()), scratch)
 
     def send(self, job: bytes) -> None:
         """Raises OSError where the process is gone."""
@@ -85,6 +89,7 @@ class Worker:
             self.process.wait(GRACE_SECONDS)
         self.process.kill()
         self.process.wait()
+        shutil.rmtree(self.scratch, ignore_errors=True)  # what it was at when it ended, it could not remove
 
 
 class Pool:

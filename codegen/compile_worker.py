@@ -1,6 +1,6 @@
 """A process that compiles kernels: jobs as lines of JSON on stdin, answers on what was stdout. Imports triton only.
 
-It needs no GPU. It ends when its parent closes the pipe or ends, in the middle of a compilation, too; whoever
+It needs no GPU. It ends when its parent closes the pipe or ends, in the middle of a compilation, too. Whoever
 starts it lets it ignore Ctrl-C, which is for the parent.
 """
 
@@ -12,7 +12,7 @@ import os
 import queue
 import select
 import shutil
-import tempfile
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,19 +25,25 @@ from codegen.triton_build import build, gpu_target, import_source
 
 PARENT_SECONDS = 1.0  # how often it looks whether its parent is there: others may hold the pipe's end
 
+
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what Triton prints must not come between the answers
-    scratch = tempfile.mkdtemp(prefix="lazysched-triton-")
+    scratch = sys.argv[2]
     # The parent keeps results by a key of its own. Triton's would first hash half a gigabyte of its own library.
     triton.knobs.cache.dir = scratch
     if hasattr(cache, "triton_key"):
         cache.triton_key = lambda: triton.__version__
     jobs: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=read, args=(jobs, os.getppid(), scratch), daemon=True).start()
-    answers.write(b'{"ready": true}\n')
+    told: dict[str, Any] = {"ready": True}
     while True:
-        answers.write(json.dumps(answer(jobs.get())).encode() + b"\n")
+        try:
+            answers.write(json.dumps(told).encode() + b"\n")
+            answers.flush()
+        except OSError:  # nobody listens any more
+            leave(scratch)
+        told = answer(jobs.get())
 
 
 def read(jobs: queue.Queue[dict[str, Any]], parent: int, scratch: str) -> None:
@@ -52,6 +58,10 @@ def read(jobs: queue.Queue[dict[str, Any]], parent: int, scratch: str) -> None:
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
             jobs.put(json.loads(line))
+    leave(scratch)
+
+
+def leave(scratch: str) -> None:
     shutil.rmtree(scratch, ignore_errors=True)
     os._exit(0)
 

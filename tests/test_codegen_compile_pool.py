@@ -92,7 +92,9 @@ def test_a_process_that_crashes_is_replaced(pool: Pool, tmp_path: Path) -> None:
 def test_a_kernel_that_processes_die_of_is_given_up(pool: Pool, tmp_path: Path) -> None:
     deadly, good = with_source(kernel_of(), "import os; os._exit(3)"), kernel_of(torch.sin)
     made = pool.compile([deadly, good], tmp_path, ARCH)
-    assert isinstance(made[good], Binary)
+    scratch = [worker.scratch for worker in pool.workers]
+    pool.close()
+    assert isinstance(made[good], Binary) and scratch and not any(map(os.path.exists, scratch)), "nothing is left behind"
     assert "status 3" in str(made[deadly]) and deadly.name in str(made[deadly])
 
 
