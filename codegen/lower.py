@@ -95,10 +95,16 @@ INDEXED: dict[str, Callable[[Node], list[Part]]] = {
 PLACED: dict[str, Callable[[Node], list[Part]]] = {
     **dict.fromkeys(("tril", "tril_", "triu", "triu_"), positions.lower_triangle),
     "arange": positions.lower_arange,
+}
+"""Ops whose elements depend on where they stand."""
+
+
+PAIRED: dict[str, Callable[[Node, int, Known], list[Part]]] = {
+    "native_batch_norm_backward": batch_norm.lower_batch_norm_backward,
     "max_pool2d_with_indices": pooling.lower_max_pool,
     "max_pool2d_with_indices_backward": pooling.lower_max_pool_backward,
 }
-"""Ops whose elements depend on where they stand."""
+"""Ops of forward and backward that know of each other."""
 
 
 def lower(node: Node, scratch: int, tuning: Tuning = HOPPER, known: Known | None = None) -> list[Part]:
@@ -124,8 +130,8 @@ def _lower_named(node: Node, scratch: int, tuning: Tuning, known: Known) -> list
         return statistics.lower_extreme_along(node.name)(node, scratch)
     if node.name in REDUCTIONS:
         return REDUCTIONS[node.name](node, scratch)
-    if node.name == "native_batch_norm_backward":
-        return batch_norm.lower_batch_norm_backward(node, scratch, known)
+    if node.name in PAIRED:
+        return PAIRED[node.name](node, scratch, known)
     if node.name in DRAWS:
         return DRAWS[node.name](node, tuning)
     if node.name in JOINS:

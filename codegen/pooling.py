@@ -12,12 +12,14 @@ from typing import Any, Sequence
 import torch
 
 from codegen.expressions import Unsupported
-from codegen.instructions import Instr, Part
+from codegen.instructions import Instr, Part, scratch_value
 from codegen.lowering import Lowering, arguments
 from codegen.promotion import HALF
+from codegen.pulled import Known
 from codegen.reductions import operand_of
+from ir_nodes import settings
 from ir_nodes.layout import Layout
-from ir_nodes.node import Node, Operand
+from ir_nodes.node import Node, Operand, Write
 
 MOST_TAPS, MOST_WINDOWS = 25, 16
 """Larger windows, and elements that lie in more of them, would be long kernels."""
@@ -69,7 +71,19 @@ def _number(lowering: Lowering, row: Instr, column: Instr, width: int) -> Instr:
     return lowering.expr("{0} * {2} + {1}", row, column, lowering.size(width, torch.int32), dtype=torch.int32)
 
 
-def lower_max_pool(node: Node) -> list[Part]:
+def _pitch(axes: Sequence[Axis]) -> int:
+    """What a row of a window counts as in the number of one of its elements: no column that a gradient looks at is as large."""
+    return axes[1].windows * axes[1].stride
+
+
+def _numbered(axes: Sequence[Axis], write: Write) -> Layout | None:
+    """How bytes that say which element of its window was the largest lie, where a byte holds that; else None."""
+    most = (axes[0].kernel - 1) * _pitch(axes) + axes[1].kernel - 1
+    plain = axes[0].dilation == axes[1].dilation == 1 and write.layout.covers(write.value.buffer.nbytes)
+    return replace(write.layout, dtype=torch.int8) if plain and most <= 127 and settings.enabled("recompute") else None
+
+
+def lower_max_pool(node: Node, scratch: int, known: Known) -> list[Part]:
     """max_pool2d_with_indices: the first largest element of each window, or the last that is not a number."""
     args = arguments(node)
     source, axes = operand_of(args["self"]), _axes(args)
@@ -82,8 +96,9 @@ def lower_max_pool(node: Node) -> list[Part]:
               zip(axes, (len(lowering.shape) - 2, len(lowering.shape) - 1), source.layout.size[-2:])]
     best: Instr | None = None
     where = lowering.expr("-1", dtype=torch.int32)
-    for row, row_valid in places[0]:
-        for column, column_valid in places[1]:
+    narrow, place, pitch = _numbered(axes, node.writes[1]), where, lowering.size(_pitch(axes), torch.int32)
+    for down, (row, row_valid) in enumerate(places[0]):
+        for along, (column, column_valid) in enumerate(places[1]):
             value = _take(lowering, source, row, column)
             if best is None:
                 best = lowering.expr('float("-inf")', dtype=value.dtype)
@@ -92,10 +107,16 @@ def lower_max_pool(node: Node) -> list[Part]:
             best = lowering.expr("tl.where({0}, {1}, {2})", better, value, best, dtype=value.dtype)
             number = _number(lowering, row, column, source.layout.size[-1])
             where = lowering.expr("tl.where({0}, {1}, {2})", better, number, where, dtype=torch.int32)
+            text = f"tl.where({{0}}, {down} * {{1}} + {along}, {{2}})"
+            place = lowering.expr(text, better, pitch, place, dtype=torch.int32)
     assert best is not None
     best.rounded = source.layout.dtype if source.layout.dtype in HALF else None
     lowering.write(0, best)
     lowering.write(1, where)
+    if narrow is not None:
+        operand = Operand(scratch_value(scratch, narrow.nbytes, node), narrow)
+        lowering.store(operand.value, narrow, place)
+        known.narrow[node.writes[1].value] = operand
     return [lowering.part]
 
 
@@ -110,8 +131,11 @@ def _taps(lowering: Lowering, axis: Axis, dim: int, extent: int) -> list[tuple[I
     return taps
 
 
-def lower_max_pool_backward(node: Node) -> list[Part]:
-    """max_pool2d_with_indices_backward: the gradients of those windows whose largest element it was."""
+def lower_max_pool_backward(node: Node, scratch: int, known: Known) -> list[Part]:
+    """max_pool2d_with_indices_backward: the gradients of those windows whose largest element it was.
+
+    Forward's bytes are read in the place of its indices, where it left any.
+    """
     args = arguments(node)
     grad, indices, axes = operand_of(args["grad_output"]), operand_of(args["indices"]), _axes(args)
     if len(node.writes) != 1 or axes[0].windows * axes[1].windows > MOST_WINDOWS:
@@ -119,18 +143,30 @@ def lower_max_pool_backward(node: Node) -> list[Part]:
     lowering = Lowering(node, node.writes[0].layout.size)
     rank = len(lowering.shape)
     row, column = lowering.coord(rank - 2), lowering.coord(rank - 1)
+    narrow = known.narrow.get(indices.value)
+    narrow = narrow if narrow is not None and narrow.layout == replace(indices.layout, dtype=torch.int8) else None
     mine = _number(lowering, row, column, lowering.shape[-1])
+    pitch = lowering.size(_pitch(axes), torch.int32)
     total: Instr | None = None
     columns = _windows(lowering, axes[1], column)
     for down in _windows(lowering, axes[0], row):
         for along in columns:
-            chosen, value = (_take(lowering, operand, down, along) for operand in (indices, grad))
+            chosen, value = (_take(lowering, operand, down, along) for operand in (narrow or indices, grad))
+            if narrow is not None:
+                places = [_within(lowering, axis, *each) for axis, each in zip(axes, ((row, down), (column, along)))]
+                mine = lowering.expr("{0} * {2} + {1}", *places, pitch, dtype=torch.int32)
             passed = lowering.expr("tl.where({0} == {1}, {2}, 0.0)", chosen, mine, value, dtype=value.dtype)
             passed.rounded = value.rounded
             total = passed if total is None else lowering.expr("{0} + {1}", total, passed, dtype=value.dtype)
     assert total is not None
     lowering.write(0, total)
     return [lowering.part]
+
+
+def _within(lowering: Lowering, axis: Axis, place: Instr, window: Instr) -> Instr:
+    """Where in a window an element lies along a dimension; not below the window's extent where it lies beside it."""
+    padding, stride = (lowering.size(number, torch.int32) for number in (axis.padding, axis.stride))
+    return lowering.expr("{0} + {1} - {2} * {3}", place, padding, window, stride, dtype=torch.int32)
 
 
 def _windows(lowering: Lowering, axis: Axis, place: Instr) -> list[Instr]:

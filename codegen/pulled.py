@@ -14,7 +14,7 @@ from codegen.forms import Form
 from codegen.index_maps import Window, in_memory_order, through
 from codegen.instructions import FULL, Instr, MemAccess, Part
 from codegen.lowering import Lowering
-from ir_nodes.node import Buffer, Node, Value
+from ir_nodes.node import Buffer, Node, Operand, Value
 
 MAX_DEPTH, MAX_EXPRESSIONS, MAX_LOADS = 5, 10, 3
 MAX_INSTRUCTIONS = 80
@@ -28,10 +28,12 @@ Mapper = Callable[[Form, int, int], Mapped | None]
 
 @dataclass(slots=True)
 class Known:
-    """What has been lowered so far: the elementwise part that made a value, and the newest value of each buffer."""
+    """What has been lowered so far: the elementwise part that made a value, the newest value of each buffer, and narrow scratch
+    values that say what wide ones do (`codegen.pooling`)."""
 
     parts: dict[Value, Part]
     newest: dict[Buffer, Value]
+    narrow: dict[Value, Operand]
 
     def remember(self, node: Node, parts: list[Part]) -> None:
         for write in node.all_writes():
@@ -45,7 +47,7 @@ class Known:
 
 
 def nothing_known() -> Known:
-    return Known({}, {})
+    return Known({}, {}, {})
 
 
 def identity_mapper(form: Form, byte_offset: int, itemsize: int) -> Mapped | None:

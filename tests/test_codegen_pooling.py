@@ -71,3 +71,19 @@ def test_the_gradient_goes_straight_into_the_sums_of_batch_norm() -> None:
     made = check(gradients, grad, indices, x, weight, mean, count=3, tuning=SPLIT, rtol=1e-3, atol=1e-3)
     assert len(kernels(made)[0].nodes) == 3
     check(gradients, grad, indices, x, weight, mean, count=1, tuning=HOPPER, rtol=1e-3, atol=1e-3)
+
+
+@last
+@pytest.mark.parametrize("name", WINDOWS)
+def test_between_forward_and_backward_a_byte_says_which_element_it_was(name: str, channels_last: bool) -> None:
+    windows, pool = WINDOWS[name], torch.ops.aten.max_pool2d_with_indices
+    x = images(2, 18, 11, 13, channels_last=channels_last)
+
+    def step(x: Tensor) -> list[Tensor]:
+        y, indices = pool(x, *windows)
+        return [y, torch.ops.aten.max_pool2d_with_indices_backward(y * 2, x, *windows, indices)]
+
+    made = check(step, x, count=2)
+    bytes_only = windows[3] == [1, 1]
+    assert any("*i8" in dict(step.kernel.signature).values() for step in kernels(made)) == bytes_only
+    assert any("*i64" in dict(step.kernel.signature).values() for step in kernels(made)) != bytes_only
