@@ -8,6 +8,7 @@ where it is; small memory that moves, such as a batch, is copied.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol, Sequence
 
@@ -48,6 +49,13 @@ class Stretch:
     frees: tuple[int, ...]
     numbers: tuple[int, ...]
     movable: tuple[int, ...]
+
+
+def blocked_call(node: Node) -> str:
+    """Why a CUDA graph can't hold the ATen call of ``node``; "": it can."""
+    if node.effects:
+        return f"{node.target} draws random numbers"
+    return "" if node.target.startswith("aten::") else f"{node.target} is not PyTorch's own"
 
 
 def stretches(steps: Sequence[Step], spans: Sequence[tuple[int, int]], plan: MemoryPlan, graph: Graph) -> list[Stretch]:
@@ -131,3 +139,20 @@ def scalars(nodes: Sequence[Node]) -> list[int]:
     for node in nodes:
         walk(node.args)
     return found
+
+
+def told(steps: Sequence[tuple[Node, ...]], called: Sequence[bool]) -> str:
+    """In a sentence, how many of a plan's steps may replay in CUDA graphs, and what keeps the others out. ``steps``: the nodes of
+    each; ``called``: it is an ATen call."""
+    why = [blocked_call(nodes[0]) if call else "" for nodes, call in zip(steps, called)]
+    lengths, length = [], 0
+    for reason in [*why, "end"]:
+        if reason:
+            lengths += [length] if length >= SHORTEST else []
+            length = 0
+        else:
+            length += 1
+    reasons = Counter(reason for reason in why if reason)
+    out = "; ".join(f"{reason} ({count} times)" if count > 1 else reason for reason, count in reasons.most_common())
+    graphs = f"{len(lengths)} graph{'s' * (len(lengths) != 1)}"
+    return f"{sum(lengths)} of {len(steps)} steps may replay in {graphs}" + (f"; not in one: {out}" if out else "")

@@ -8,7 +8,7 @@ from typing import Any, Callable, Protocol, Sequence
 
 import torch
 
-from codegen.cuda_graph import stretches
+from codegen.cuda_graph import blocked_call, stretches
 from codegen.memory_plan import StepUse, node_use, plan_memory
 from ir_nodes import Graph, Layout, Node
 from ir_nodes.node import Buffer, Operand, Target
@@ -89,13 +89,6 @@ def emit_zeros(node: Node) -> Emit:
         torch.as_strided(slots[slot].view(layout.dtype), layout.size, layout.stride, layout.offset).zero_()
 
     return Emit(node_use(node), (slot,), lambda program: program.python(run, -1), (node,))
-
-
-def blocked_call(node: Node) -> str:
-    """Why a CUDA graph can't hold the ATen call of ``node``; "": it can."""
-    if node.effects:
-        return f"{node.target} draws random numbers"
-    return "" if node.target.startswith("aten::") else f"{node.target} is not PyTorch's own"
 
 
 def operand_slots(node: Node) -> tuple[list[int], list[Chosen]]:

@@ -13,11 +13,12 @@ import torch
 
 from barriers.pipeline import ordered_passes, run_passes
 from codegen.combo import combine
+from codegen.cuda_graph import told as told_graphs
 from codegen.executable import Emit
 from codegen.explanation import Explanation, StepFacts
 from codegen.explanation import explain as explain_plan
 from codegen.fuse import partition, plan
-from ir_nodes import Graph
+from ir_nodes import Graph, settings
 from ir_nodes.node import Frame
 from lazy_backend import api, core, debug, flush, orders
 from lazy_backend.page import bars, document
@@ -124,7 +125,7 @@ def text(one: Explanation, number: int = 1, of: int = 1) -> str:
     title = f"recording {number} of {of}: " if of > 1 else ""
     rows = table(one)
     widths = [max(len(cells[column]) for cells in rows) for column in range(len(rows[0]))]
-    lines = [title + summary(one), "", memory(one), ""]
+    lines = [title + summary(one), "", memory(one), "CUDA graphs: " + graphs(one), ""]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip() for cells in rows]
     lines += ["", "run by ATen, because:", *(f"  {reason}" for reason in reasons(one.steps))] if reasons(one.steps) else []
     lines += ["", "not in one kernel, because:", *(f"  {told}" for told in refusals(one))] if one.refusals else []
@@ -139,6 +140,13 @@ def summary(one: Explanation) -> str:
     took = "" if one.measured is None else f", {seconds(one.measured)} measured"
     return (f"{steps}; {size(one.moved)} moved, {size(alone)} if each op ran by itself; {seconds(one.seconds)} estimated{took}; "
             f"{size(peak)} held at most")
+
+
+def graphs(one: Explanation) -> str:
+    """What may replay as CUDA graphs, and what keeps the rest out."""
+    if not settings.enabled("cuda_graphs"):
+        return "switched off"
+    return told_graphs([step.nodes for step in one.steps], [not step.is_kernel for step in one.steps])
 
 
 def memory(one: Explanation) -> str:
@@ -198,7 +206,7 @@ def page(found: Explained) -> str:
     parts = ["<h1>What becomes of the recorded ops</h1>"]
     for number, one in enumerate(found.recordings, 1):
         parts.append(f"<h2>Recording {number} of {len(found.recordings)}</h2>")
-        parts += [f"<p>{escape(told)}</p>" for told in (summary(one), memory(one))]
+        parts += [f"<p>{escape(told)}</p>" for told in (summary(one), memory(one), "CUDA graphs: " + graphs(one))]
         names = [label(step) for step in one.steps]
         times = [step.seconds for step in one.steps]
         parts.append(bars("estimated time of each step", list(zip(names, times, map(seconds, times)))))

@@ -1,0 +1,115 @@
+"""Which steps may replay as CUDA graphs, and what a graph has to know of the slots around it. Needs no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+import lazy_backend
+from codegen import cuda_graph
+from codegen.cuda_graph import Stretch, stretches
+from codegen.memory_plan import MemoryPlan, StepUse, plan_memory
+from ir_nodes import BufferKind, Graph, Node
+from ir_nodes.node import ScalarInput
+from lazy_backend.explain import optimised
+
+
+@dataclass
+class Fake:
+    """A step that reads and writes some buffers."""
+
+    use: StepUse
+    writes: tuple[int, ...] = ()
+    nodes: tuple[Node, ...] = ()
+    blocked: str = ""
+    calls: bool = True
+    segments: tuple[str, ...] = field(default=())
+
+
+def graph(kinds: str, nbytes: int = 64, live: str = "") -> Graph:
+    """Buffers by letter: i input, f fresh. ``live``: which of them stay, by position."""
+    made = Graph()
+    for position, kind in enumerate(kinds):
+        made.add_buffer(nbytes, BufferKind.INPUT if kind == "i" else BufferKind.FRESH, str(position) in live)
+    return made
+
+
+def cut(steps: list[Fake], on: Graph) -> tuple[list[Stretch], MemoryPlan]:
+    plan = plan_memory(on, [step.use for step in steps])
+    spans, position = [], 0
+    for index in range(len(steps)):
+        length = len(plan.allocs[index]) + 1 + len(plan.frees[index])
+        spans.append((position, position + length))
+        position += length
+    return stretches(steps, spans, plan, on), plan
+
+
+def chain(length: int, **fields: object) -> list[Fake]:
+    """Step k reads buffer k and writes buffer k + 1."""
+    return [Fake(StepUse((k, k + 1)), (k + 1,), **fields) for k in range(length)]  # type: ignore[arg-type]
+
+
+def test_a_program_of_launches_is_one_stretch() -> None:
+    (stretch,), _ = cut(chain(5), graph("ifffff", live="05"))
+    assert (stretch.first, stretch.reads, stretch.makes, stretch.frees) == (0, (0,), (5,), ())
+    assert stretch.movable == (1,)
+
+
+def test_an_input_that_dies_is_emptied_by_the_graph() -> None:
+    (stretch,), _ = cut(chain(5), graph("ifffff", live="5"))
+    assert stretch.frees == (0,)
+
+
+def test_what_blocks_parts_a_program() -> None:
+    steps = chain(9)
+    steps[4].blocked = "aten::bernoulli_ draws random numbers"
+    (first, second), plan = cut(steps, graph("ifffffffff", live="9"))
+    assert first.makes == (4,) and second.reads == (5,)  # what the call between them reads and writes
+    assert first.last <= second.first and plan.slots == 10
+
+
+def test_short_stretches_are_left_alone() -> None:
+    assert cut(chain(3), graph("ifff", live="3"))[0] == []
+
+
+def test_a_stretch_ends_where_a_segment_does() -> None:
+    steps = chain(4, segments=("a",)) + [Fake(StepUse((4 + k, 5 + k)), (5 + k,), segments=("b",)) for k in range(4)]
+    assert len(cut(steps, graph("iffffffff", live="8"))[0]) == 2
+
+
+def test_memory_that_is_written_must_not_move() -> None:
+    steps = chain(4) + [Fake(StepUse((0, 4)), (0,))]
+    (stretch,), _ = cut(steps, graph("iffff", live="04"))
+    assert stretch.movable == (0,)
+
+
+def test_large_results_that_would_stay_refuse_the_graph() -> None:
+    steps = chain(9)
+    steps[4].blocked = "it runs Python"
+    assert len(cut(steps, graph("ifffffffff", live="9", nbytes=1 << 20))[0]) == 2
+    (only,), _ = cut(steps, graph("ifffffffff", live="9", nbytes=1 << 27))
+    assert only.makes == (9,)  # the user's result; the first stretch's would be held for nobody
+
+
+def test_numbers_of_calls_belong_to_the_graph_and_those_of_kernels_do_not() -> None:
+    node = Node(0, "aten::mul", (ScalarInput(3, "float"), (ScalarInput(4, "int"),)), (), ())
+    called = [Fake(step.use, step.writes, (node,)) for step in chain(4)]
+    launched = [Fake(step.use, step.writes, (node,), calls=False) for step in chain(4)]
+    assert cut(called, graph("iffff", live="4"))[0][0].numbers == (3, 4)
+    assert cut(launched, graph("iffff", live="4"))[0][0].numbers == ()
+
+
+def test_random_ops_are_told() -> None:
+    x = torch.randn(64, 64, device="lazysched")
+    lazy_backend.mark_step()
+    (node,) = [n for n in optimised([torch.bernoulli(x.sigmoid())]).nodes if n.effects]
+    assert "draws random numbers" in cuda_graph.blocked_call(node)
+
+
+def test_explain_tells_what_may_replay() -> None:
+    x = torch.randn(64, 64, device="lazysched")
+    lazy_backend.mark_step()
+    report = str(lazy_backend.explain([torch.bernoulli((x @ x @ x @ x @ x).sigmoid())]))
+    (line,) = [line for line in report.splitlines() if line.startswith("CUDA graphs: ")]
+    assert "1 graph" in line and "draws random numbers" in line
