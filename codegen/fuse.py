@@ -29,6 +29,7 @@ from codegen.tuning import HOPPER, Tuning
 from ir_nodes import settings
 from ir_nodes.graph import Graph
 from ir_nodes.node import Node, Value
+from ir_nodes.ops import info
 
 MAX_CANDIDATES = 6
 MAX_NEIGHBOURS = 256
@@ -48,11 +49,13 @@ def plan(graph: Graph, order: Iterable[tuple[Node, Node]] = (), tuning: Tuning =
     return plan_units(units_of(graph, order, tuning, products), graph.outputs(), tuning, sides)
 
 
-def units_of(graph: Graph, order: Iterable[tuple[Node, Node]], tuning: Tuning, products: Collection[Node] = ()) -> list[Unit]:
-    """Every node that is needed as units, which know what they wait for; ``products`` are multiplied by kernels."""
-    if settings.enabled("pad_rows"):
+def units_of(graph: Graph, order: Iterable[tuple[Node, Node]], tuning: Tuning, products: Collection[Node] = (),
+             lists: bool = True) -> list[Unit]:
+    """Every node that is needed as units, which know what they wait for; ``products`` are multiplied by kernels. Without
+    ``lists``, ops over lists are left to ATen."""
+    if lists and settings.enabled("pad_rows"):
         pad_products(graph)
-    units = needed_units(lower_all(graph, tuning), dict.fromkeys(graph.outputs()))
+    units = needed_units(lower_all(graph, tuning, lists), dict.fromkeys(graph.outputs()))
     for unit in units:
         if unit.node in products:
             unit.part = lower_product(unit.node)
@@ -72,12 +75,15 @@ def plan_units(units: Sequence[Unit], wanted: Iterable[Value], tuning: Tuning, s
 
 
 def partition(graph: Graph, tuning: Tuning = HOPPER) -> list[tuple[tuple[Node, ...], bool]]:
-    """The kernels that ``graph`` would become, each as its nodes and whether it is fused; otherwise ATen runs it."""
-    groups = fused(units_of(graph, (), tuning), tuning, {}).groups()
+    """The kernels that ``graph`` would become, each as its nodes and whether it is fused; otherwise ATen runs it.
+
+    Ops over lists, which are in many kernels, count as run by ATen: an optimizer's are most of what planning costs.
+    """
+    groups = fused(units_of(graph, (), tuning, lists=False), tuning, {}).groups()
     return [(tuple(dict.fromkeys(unit.node for unit in group.units)), group.fusible) for group in groups]
 
 
-def lower_all(graph: Graph, tuning: Tuning = HOPPER) -> list[Unit]:
+def lower_all(graph: Graph, tuning: Tuning = HOPPER, lists: bool = True) -> list[Unit]:
     """Every node as units, in order."""
     units: list[Unit] = []
     scratch, known = 0, nothing_known()
@@ -85,6 +91,8 @@ def lower_all(graph: Graph, tuning: Tuning = HOPPER) -> list[Unit]:
     makers: dict[Value, MemAccess] = {}
     for node in graph.nodes:
         try:
+            if not lists and info(node.target).kind in ("foreach", "optimizer"):
+                raise Unsupported("an op over lists")
             parts = lower(node, scratch, tuning, known)
         except Unsupported as refusal:
             made = tuple(write.value for write in node.all_writes())
