@@ -23,7 +23,7 @@ from codegen.combo import combine
 from codegen.executable import Emit, assemble
 from codegen.fuse import partition, plan
 from codegen.kernel import KernelStep
-from codegen.memory_plan import kernel_use, node_use
+from codegen.step_use import kernel_use, node_use
 from examples.gpt import GPT, Config
 from ir_nodes import settings
 from lazy_backend import core

@@ -12,7 +12,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol, Sequence
 
-from codegen.memory_plan import MemoryPlan, StepUse
+from codegen.memory_plan import MemoryPlan
+from codegen.step_use import StepUse
 from ir_nodes import BufferKind, Graph, Node
 from ir_nodes.node import ScalarInput
 
@@ -65,7 +66,7 @@ def stretches(steps: Sequence[Step], spans: Sequence[tuple[int, int]], plan: Mem
     for first, last in runs(steps):
         if last - first >= SHORTEST and not steps[first].blocked:
             part = stretch(steps, spans, plan, graph, range(first, last), filled)
-            if stays(part, graph) <= KEPT:
+            if stays(part, plan) <= KEPT:
                 out.append(part)
         for index in range(first, last):
             filled.update(slot for slot, _ in plan.allocs[index])
@@ -94,10 +95,11 @@ def stretch(
     numbers: dict[int, None] = {}
     for index in indices:
         use = steps[index].use
-        touched.update(dict.fromkeys((*use.buffers, *(len(graph.buffers) + number for number in use.temporaries))))
+        slots = (*use.buffers, *(len(graph.buffers) + number for number in use.temporaries))
+        touched.update(dict.fromkeys(map(plan.slot_of, slots)))
         made.update(dict.fromkeys((*(slot for slot, _ in plan.allocs[index]), *use.makes)))
         gone.update(dict.fromkeys(plan.frees[index]))
-        written.update(steps[index].writes)
+        written.update(map(plan.slot_of, steps[index].writes))
         if steps[index].calls:
             numbers.update(dict.fromkeys(scalars(steps[index].nodes)))
     reads = tuple(slot for slot in touched if slot in filled)
@@ -120,9 +122,9 @@ def movable(graph: Graph, slot: int) -> bool:
     return buffer.nbytes <= (MOVABLE_INPUT if buffer.kind is BufferKind.INPUT else MOVABLE)
 
 
-def stays(part: Stretch, graph: Graph) -> int:
+def stays(part: Stretch, plan: MemoryPlan) -> int:
     """Bytes that outlive their use because ``part`` makes them where its next replay will: what the program drops later."""
-    return sum(graph.buffers[slot].nbytes for slot in part.makes if slot < len(graph.buffers) and not graph.buffers[slot].live)
+    return sum(plan.sizes[slot] for slot in part.makes if slot not in plan.kept)
 
 
 def scalars(nodes: Sequence[Node]) -> list[int]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any, Callable, Protocol, Sequence
+from typing import Any, Callable, Mapping, Protocol, Sequence
 
 import torch
 
 from codegen.cuda_graph import blocked_call, stretches
-from codegen.memory_plan import StepUse, node_use, plan_memory
+from codegen.memory_plan import Place, plan_memory
+from codegen.step_use import StepUse, node_use
 from ir_nodes import Graph, Layout, Node
 from ir_nodes.node import Buffer, Operand, Target
 
@@ -125,12 +126,45 @@ def written_buffers(node: Node) -> tuple[int, ...]:
     return tuple(write.value.buffer.index for write in node.writes)
 
 
+class Placed:
+    """Adds steps to ``program`` whose slots are a part of others', or others altogether."""
+
+    def __init__(self, program: Program, places: Mapping[int, Place]) -> None:
+        self._program, self._places = program, places
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._program, name)
+
+    def call(self, instr: int, slots: list[int], layouts: list[Chosen]) -> None:
+        self._program.call(instr, [self._places[slot].slot if slot in self._places else slot for slot in slots], layouts)
+
+    def launch(
+        self, function: int, grid: tuple[int, int, int], threads: int, shared: int, args: list[tuple[str, int, int]], instr: int
+    ) -> None:
+        self._program.launch(function, grid, threads, shared, [self._address(*arg) for arg in args], instr)
+
+    def python(self, run: Callable[[list[object], list[object]], None], instr: int) -> None:
+        def moved(slots: list[Any], scalars: list[object]) -> None:
+            seen = list(slots)
+            for slot, place in self._places.items():
+                memory = slots[place.slot]
+                seen[slot] = None if memory is None else memory[place.offset : place.offset + place.nbytes]
+            run(seen, scalars)
+
+        self._program.python(moved, instr)
+
+    def _address(self, kind: str, slot: int, offset: int) -> tuple[str, int, int]:
+        place = self._places.get(slot) if kind == "ptr" else None
+        return (kind, slot, offset) if place is None else (kind, place.slot, place.offset + offset)
+
+
 def assemble(
     graph: Graph, program: Program, steps: Sequence[Emit], dead: int, temporaries: Sequence[int] = (), graphs: bool = False
 ) -> None:
     """Add ``steps`` to ``program`` with the allocations, frees, inputs and outputs that they need; ``graphs``: they may be
     replayed as CUDA graphs."""
-    plan = plan_memory(graph, [step.use for step in steps], temporaries)
+    plan = plan_memory(graph, [step.use for step in steps], temporaries, graphs)
+    placed: Any = Placed(program, plan.places) if plan.places else program
     ready: dict[int, int] = {}
     position = 0
     inside: tuple[str, ...] = ()
@@ -142,7 +176,7 @@ def assemble(
         inside = step.segments
         for slot, nbytes in plan.allocs[index]:
             program.alloc(slot, nbytes)
-        step.add(program)
+        step.add(placed)
         for buffer in step.writes:
             ready[buffer] = position
         position += 1 + len(plan.frees[index])
@@ -151,7 +185,8 @@ def assemble(
     mark(program, inside, ())
     bound = set(plan.inputs)
     program.outputs = [
-        (b.index, b.index, ready[b.index]) for b in graph.buffers if b.live and b.index in ready and b.index not in bound
+        (b.index, plan.places[b.index].slot if b.index in plan.places else b.index, ready[b.index])
+        for b in graph.buffers if b.live and b.index in ready and b.index not in bound
     ]
     program.inputs = [(b, b) for b in plan.inputs]
     program.slots, program.nodes, program.dead = plan.slots, len(steps), dead

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Sequence
 
 from codegen.kernel import ExternStep, KernelStep, Plan, Temporary
-from codegen.memory_plan import StepUse, kernel_use, node_use, plan_memory
+from codegen.memory_plan import MemoryPlan, plan_memory
+from codegen.step_use import StepUse, kernel_use, node_use
 from ir_nodes import BufferKind, Graph, Node, Value
 from ir_nodes.estimate import Rates, cost
 
@@ -38,12 +39,17 @@ class StepFacts:
 @dataclass(frozen=True, slots=True)
 class MemoryFacts:
     """(number, bytes) of buffers that a program is given, hands out, and makes and frees in between, and of values that never
-    reach memory because they live in registers only."""
+    reach memory because they live in registers only. Of those in between: how many lie over operands that died; the arena's
+    bytes, and what those in it take one by one.
+    """
 
     inputs: tuple[int, int]
     results: tuple[int, int]
     between: tuple[int, int]
     registers: tuple[int, int]
+    reused: int = 0
+    arena: int = 0
+    apart: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +100,13 @@ class Explanation:
         return replace(self, steps=tuple(steps), copy_rate=copy_rate)
 
 
-def explain(graph: Graph, plan: Plan, rates: Rates) -> Explanation:
-    """The facts of ``plan``, which was made for ``graph``, on a machine of ``rates``."""
+def explain(graph: Graph, plan: Plan, rates: Rates, graphs: bool = False) -> Explanation:
+    """The facts of ``plan``, which was made for ``graph``, on a machine of ``rates``; ``graphs``: it is replayed as CUDA graphs."""
     counted = Counter((refusal.first.name, refusal.second.name, refusal.reason) for refusal in plan.refusals)
     steps = tuple(facts(step, rates) for step in plan.steps)
-    return Explanation(steps, held_bytes(graph, plan), tuple(counted.most_common()), memory_facts(graph, plan))
+    uses = [use_of(step) for step in plan.steps]
+    memory = plan_memory(graph, uses, [temporary.nbytes for temporary in plan.temporaries], graphs)
+    return Explanation(steps, tuple(memory.held(uses)), tuple(counted.most_common()), memory_facts(graph, plan, memory))
 
 
 def facts(step: KernelStep | ExternStep, rates: Rates) -> StepFacts:
@@ -117,7 +125,7 @@ def size_of(value: Value | Temporary) -> int:
     return value.nbytes if isinstance(value, Temporary) else value.buffer.nbytes
 
 
-def memory_facts(graph: Graph, plan: Plan) -> MemoryFacts:
+def memory_facts(graph: Graph, plan: Plan, memory: MemoryPlan) -> MemoryFacts:
     used = dict.fromkeys(buffer for step in plan.steps for buffer in (*use_of(step).buffers, *use_of(step).makes))
     buffers = [buffer for buffer in graph.buffers if buffer.index in used and buffer.kind is not BufferKind.GENERATOR]
     inputs = [buffer.nbytes for buffer in buffers if buffer.kind is BufferKind.INPUT]
@@ -125,20 +133,7 @@ def memory_facts(graph: Graph, plan: Plan) -> MemoryFacts:
     between = [buffer.nbytes for buffer in made if not buffer.live] + [temporary.nbytes for temporary in plan.temporaries]
     elided = [value.buffer.nbytes for step in plan.steps if isinstance(step, KernelStep) for value in step.elided]
     counted = [(len(sizes), sum(sizes)) for sizes in (inputs, [buffer.nbytes for buffer in made if buffer.live], between, elided)]
-    return MemoryFacts(*counted)
-
-
-def held_bytes(graph: Graph, plan: Plan) -> tuple[int, ...]:
-    """Bytes in use while each step runs."""
-    memory = plan_memory(graph, [use_of(step) for step in plan.steps], [temporary.nbytes for temporary in plan.temporaries])
-    sizes = [*(buffer.nbytes for buffer in graph.buffers), *(temporary.nbytes for temporary in plan.temporaries)]
-    held = sum(sizes[buffer] for buffer in memory.inputs)
-    over_time = []
-    for step, allocs, frees in zip(plan.steps, memory.allocs, memory.frees):
-        held += sum(nbytes for _, nbytes in allocs) + sum(sizes[slot] for slot in use_of(step).makes)
-        over_time.append(held)
-        held -= sum(sizes[slot] for slot in frees)
-    return tuple(over_time)
+    return MemoryFacts(*counted, memory.reused, memory.arena, memory.apart)
 
 
 def use_of(step: KernelStep | ExternStep) -> StepUse:

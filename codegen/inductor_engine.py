@@ -14,8 +14,8 @@ from codegen.engine import BackEnd, Context, Generated, one_by_one
 from codegen.executable import Emit, emit_call
 from codegen.inductor_compile import Compiled, InductorFailed, compile_run
 from codegen.inductor_trace import Place, Traced, Untraceable, trace
-from codegen.memory_plan import StepUse
 from codegen.runs import Run, part, stored
+from codegen.step_use import StepUse
 from ir_nodes import Graph, Node, Value, ops
 from ir_nodes.estimate import Rates, cost
 from ir_nodes.replay import Replay

@@ -83,7 +83,9 @@ class KernelStep:
 
     ``reads`` and ``writes`` are the values (and temporaries) whose memory the kernel loads and stores. ``retile`` makes the same
     launch under a tuning with such changes ("lane=8"), or None where these change nothing; it is None where there is no choice.
-    ``flat``: the elements that programs walk by one index, block by block; 0 where they do not.
+    ``flat``: the elements that programs walk by one index, block by block; 0 where they do not. ``reuses``: (written, read) where
+    each program reads all that it needs of the one's elements before it writes the same elements of the other, and nobody else
+    touches them: both may share memory.
     """
 
     kernel: Kernel
@@ -95,6 +97,7 @@ class KernelStep:
     writes: tuple[Value | Temporary, ...]
     retile: Callable[[str], KernelStep | None] | None = None
     flat: int = 0
+    reuses: tuple[tuple[Value, Value], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

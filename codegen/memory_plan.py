@@ -1,60 +1,145 @@
-"""Places values in slots and says when each slot is made and freed. Imports `ir_nodes` and `codegen.kernel`.
+"""Places values in slots and says when each slot is made and freed. Imports `ir_nodes` and codegen's memory modules.
 
 A slot is a piece of device memory while a program runs. Every value of a buffer lives in its buffer's slot: a write
 through a layout happens in place, which is right because steps keep each reader of an old value before the write that
-replaces it (`ir_nodes.verify` checks that).
+replaces it (`ir_nodes.verify` checks that). A buffer may take over the slot of one that dies, and what only kernels touch
+lies in one arena.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Sequence
+from typing import Iterable, NamedTuple, Sequence
 
-from codegen.kernel import KernelStep, Temporary
-from ir_nodes import BufferKind, Graph, Node
+from codegen.static_plan import Piece, offsets, shared
+from codegen.step_use import StepUse
+from ir_nodes import BufferKind, Graph, settings
+
+LITTLE = 1 << 20
+"""Bytes that an arena may add to the peak."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepUse:
-    """What one step touches: buffers it reads or writes in memory, buffers it makes itself, temporaries."""
+class Place(NamedTuple):
+    """A part of a slot that starts at ``offset``."""
 
-    buffers: tuple[int, ...]
-    makes: tuple[int, ...] = ()  # new outputs of an extern op: ATen allocates them
-    temporaries: tuple[int, ...] = ()
+    slot: int
+    offset: int
+    nbytes: int
 
 
 @dataclass(slots=True)
 class MemoryPlan:
-    """For each step: slots to allocate before it as (slot, nbytes), slots to free after it."""
+    """For each step: slots to allocate before it as (slot, nbytes), slots to free after it.
+
+    ``places``: where buffers and temporaries lie that have no slot of their own. ``reused``: how many buffers are written over
+    one that dies. ``arena``: bytes of the slot that holds many; ``apart``: what these would take, each by itself. ``sizes``:
+    bytes of each slot.
+    """
 
     allocs: list[list[tuple[int, int]]]
     frees: list[list[int]]
     inputs: list[int] = field(default_factory=list)  # buffers bound when the program starts
     slots: int = 0
+    places: dict[int, Place] = field(default_factory=dict)
+    reused: int = 0
+    arena: int = 0
+    apart: int = 0
+    sizes: list[int] = field(default_factory=list)
+    kept: frozenset[int] = frozenset()  # slots that are handed out at the end, and of inputs that stay
+
+    def slot_of(self, slot: int) -> int:
+        """The slot in which a buffer or temporary lies."""
+        return self.places[slot].slot if slot in self.places else slot
+
+    def held(self, uses: Sequence[StepUse]) -> list[int]:
+        """Bytes in use while each step runs, inputs and results included."""
+        now = sum(self.sizes[slot] for slot in self.inputs)
+        found: list[int] = []
+        for use, allocs, frees in zip(uses, self.allocs, self.frees):
+            now += sum(nbytes for _, nbytes in allocs) + sum(self.sizes[slot] for slot in use.makes)
+            found.append(now)
+            now -= sum(self.sizes[slot] for slot in frees)
+        return found
 
 
-def plan_memory(graph: Graph, uses: Sequence[StepUse], temporaries: Sequence[int] = ()) -> MemoryPlan:
+def plan_memory(
+    graph: Graph, uses: Sequence[StepUse], temporaries: Sequence[int] = (), graphs: bool = False
+) -> MemoryPlan:
     """Allocate at first use, free after last. ``temporaries``: bytes of each extra slot, which follow the buffers' slots.
+    ``graphs``: runs of steps may be replayed as CUDA graphs, which have a pool of their own instead of an arena, and whose inputs
+    may move from run to run, so that nothing is written over these.
 
-    Live buffers are handed out at the end and never freed; inputs nobody holds any more are freed after their last use.
+    Live buffers are handed out at the end and never freed; inputs nobody holds any more are freed after their last use. An arena
+    is there from the first use of what lies in it to the last; it is left out where that would raise the peak.
     """
-    first, last = lifetimes(uses, len(graph.buffers))
-    plan = MemoryPlan([[] for _ in uses], [[] for _ in uses], slots=len(graph.buffers) + len(temporaries))
-    for buffer in graph.buffers:
-        if buffer.index not in first or buffer.kind is BufferKind.GENERATOR:
-            continue
-        if buffer.kind is BufferKind.INPUT:
-            plan.inputs.append(buffer.index)
-        elif buffer.index not in uses[first[buffer.index]].makes:
-            plan.allocs[first[buffer.index]].append((buffer.index, buffer.nbytes))
-        if not buffer.live:
-            plan.frees[last[buffer.index]].append(buffer.index)
-    for index, nbytes in enumerate(temporaries):
-        slot = len(graph.buffers) + index
-        if slot in first:
-            plan.allocs[first[slot]].append((slot, nbytes))
-            plan.frees[last[slot]].append(slot)
-    return plan
+    planner = Planner(graph, uses, temporaries, donate=not graphs)
+    apart = planner.plan([])
+    pieces = planner.pieces() if settings.enabled("static_plan") and not graphs else []
+    if len(pieces) < 2:
+        return apart
+    together = planner.plan(pieces)
+    if max(together.held(uses), default=0) <= max(apart.held(uses), default=0) + LITTLE:
+        return together
+    return planner.plan([piece for piece in pieces if piece.nbytes * len(pieces) <= LITTLE])
+
+
+class Planner:
+    """The lifetimes of slots, found once."""
+
+    def __init__(self, graph: Graph, uses: Sequence[StepUse], temporaries: Sequence[int], donate: bool) -> None:
+        self.uses, self.buffers = uses, graph.buffers
+        self.sizes = [*(buffer.nbytes for buffer in graph.buffers), *temporaries]
+        self.first, self.last = lifetimes(uses, len(graph.buffers))
+        self.own_last = dict(self.last)
+        self.taken = shared(uses, graph.buffers, self.first, self.last, donate) if settings.enabled("inplace") else {}
+        self.live = {buffer.index for buffer in graph.buffers if buffer.live}
+        for new, slot in self.taken.items():
+            self.last[slot] = max(self.last[slot], self.own_last[new])
+            if new in self.live:
+                self.live.add(slot)
+
+    def plan(self, pieces: Sequence[Piece]) -> MemoryPlan:
+        """The plan with ``pieces`` in an arena."""
+        plan = MemoryPlan([[] for _ in self.uses], [[] for _ in self.uses], slots=len(self.sizes), sizes=[*self.sizes],
+                          reused=len(self.taken), kept=frozenset(self.live))
+        placed, plan.arena = offsets(pieces)
+        inside = {piece.slot for piece in pieces}
+        for slot in self._slots():
+            buffer = self.buffers[slot] if slot < len(self.buffers) else None
+            if slot in inside or slot in self.taken:
+                continue
+            if buffer is not None and buffer.kind is BufferKind.INPUT:
+                plan.inputs.append(slot)
+            elif slot not in self.uses[self.first[slot]].makes:
+                plan.allocs[self.first[slot]].append((slot, self.sizes[slot]))
+            if slot not in self.live:
+                plan.frees[self.last[slot]].append(slot)
+        if pieces:
+            arena, plan.slots = plan.slots, plan.slots + 1
+            plan.sizes.append(plan.arena)
+            plan.apart = sum(piece.nbytes for piece in pieces)
+            plan.allocs[min(piece.first for piece in pieces)].append((arena, plan.arena))
+            plan.frees[max(piece.last for piece in pieces)].append(arena)
+            plan.places.update((slot, Place(arena, offset, self.sizes[slot])) for slot, offset in placed.items())
+        for new, slot in self.taken.items():
+            plan.places[new] = plan.places.get(slot, Place(slot, 0, self.sizes[slot]))
+        return plan
+
+    def pieces(self) -> list[Piece]:
+        """What only kernels touch, so that it may lie anywhere, and nobody holds at the end."""
+        slots = dict.fromkeys(self._slots())
+        for use in self.uses:
+            for touched in () if use.by_address else (*use.buffers, *use.makes):
+                slots.pop(self.taken.get(touched, touched), None)
+        return [Piece(slot, self.sizes[slot], self.first[slot], self.last[slot]) for slot in slots
+                if slot not in self.taken and slot not in self.live and not self._is_input(slot)]
+
+    def _slots(self) -> Iterable[int]:
+        return [slot for slot in range(len(self.sizes)) if slot in self.first and not (
+            slot < len(self.buffers) and self.buffers[slot].kind is BufferKind.GENERATOR)]
+
+    def _is_input(self, slot: int) -> bool:
+        return slot < len(self.buffers) and self.buffers[slot].kind is BufferKind.INPUT
 
 
 def lifetimes(uses: Sequence[StepUse], buffers: int) -> tuple[dict[int, int], dict[int, int]]:
@@ -66,18 +151,3 @@ def lifetimes(uses: Sequence[StepUse], buffers: int) -> tuple[dict[int, int], di
             first.setdefault(slot, step)
             last[slot] = step
     return first, last
-
-
-def kernel_use(step: KernelStep) -> StepUse:
-    """What a launch touches."""
-    touched = dict.fromkeys((*step.reads, *step.writes))
-    buffers = dict.fromkeys(item.buffer.index for item in touched if not isinstance(item, Temporary))
-    return StepUse(tuple(buffers), (), tuple(item.id for item in touched if isinstance(item, Temporary)))
-
-
-def node_use(node: Node) -> StepUse:
-    """What an ATen call of ``node`` touches."""
-    returned = {node.writes[index].value.buffer.index: None for index in node.returns if index is not None}
-    touched = dict.fromkeys(value.buffer.index for value in node.inputs())
-    touched.update(dict.fromkeys(write.value.buffer.index for write in node.writes))
-    return StepUse(tuple(b for b in touched if b not in returned), tuple(returned))

@@ -23,8 +23,8 @@ from codegen.interpreted import Interpreted, launch
 from codegen.kernel import Kernel, KernelArg, KernelStep, Offset, Plan, Pointer, Scalar, Seed, Size, Temporary
 from codegen.kernel_files import KernelCompileError, write_source
 from codegen.loading import load_all
-from codegen.memory_plan import kernel_use
 from codegen.rules import can_fuse
+from codegen.step_use import kernel_use
 from codegen.templates import measured_products, with_tiles
 from codegen.triton_compile import interpret
 from codegen.tuning import HOPPER, INTERPRETER, Tuning

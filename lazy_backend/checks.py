@@ -7,7 +7,7 @@ from typing import Any
 from barriers.order import Ordered
 from barriers.refusals import at
 from codegen.executable import Emit
-from codegen.memory_plan import StepUse
+from codegen.step_use import StepUse
 from ir_nodes import BufferKind, Graph
 from ir_nodes.replay import first_difference
 from lazy_backend import core

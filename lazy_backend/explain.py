@@ -18,7 +18,7 @@ from codegen.executable import Emit
 from codegen.explanation import Explanation, StepFacts
 from codegen.explanation import explain as explain_plan
 from codegen.fuse import partition, plan
-from ir_nodes import Graph, settings
+from ir_nodes import BufferKind, Graph, settings
 from ir_nodes.node import Frame
 from lazy_backend import api, core, debug, flush, orders
 from lazy_backend.page import bars, document
@@ -65,11 +65,14 @@ def explain(what: torch.Tensor | Iterable[torch.Tensor] | Callable[..., Any], *a
 
 def optimised(tensors: torch.Tensor | Iterable[torch.Tensor]) -> Graph:
     """What is recorded for ``tensors``, as the engine would get it."""
-    return run_passes(debug.graph(tensors), ordered_passes(partition))[0]
+    graph = run_passes(debug.graph(tensors), ordered_passes(partition))[0]
+    for buffer, values in zip(graph.buffers, graph.values):
+        buffer.live = buffer.live or buffer.kind is BufferKind.INPUT and len(values) == 1  # others than ``tensors`` hold it
+    return graph
 
 
 def explained(graph: Graph) -> Explanation:
-    return explain_plan(graph, combine(plan(graph)), orders.rates())
+    return explain_plan(graph, combine(plan(graph)), orders.rates(), flush.replays())
 
 
 def measured(call: Callable[[], Any]) -> Explained:
@@ -155,6 +158,8 @@ def memory(one: Explanation) -> str:
     parts = [f"{counted(number, what)} of {size(nbytes)}" for (number, nbytes), what in
              ((facts.inputs, "input"), (facts.results, "result"), (facts.between, "buffer")) if number]
     told = "memory: " + ", ".join(parts) + (" in between" if facts.between[0] else "")
+    told += f"; {counted(facts.reused, 'buffer')} written over operands that die" if facts.reused else ""
+    told += f"; {size(facts.apart)} in one arena of {size(facts.arena)}" if facts.arena else ""
     number, nbytes = facts.registers
     return told + (f"; {counted(number, 'value')} of {size(nbytes)} in registers only" if number else "")
 

@@ -82,10 +82,14 @@ def compile_recording(native: ModuleType, recording: Recording, device: int) -> 
     if report is not None and orders.debugging():
         check = check_orders(graph, report, device)
         steps = [check, *steps] if check else steps
-    graphs = core.physical_is_cuda() and now.mode == "lazy" and settings.enabled("cuda_graphs")
     dead = recorded - sum(not node.again for node in graph.nodes) - len(held.rest)
-    assemble(graph, program, steps, dead, temporaries, graphs)
+    assemble(graph, program, steps, dead, temporaries, replays())
     return program
+
+
+def replays() -> bool:
+    """May stretches of a program be replayed as CUDA graphs?"""
+    return core.physical_is_cuda() and settings.current().mode == "lazy" and settings.enabled("cuda_graphs")
 
 
 def engine_name() -> str:

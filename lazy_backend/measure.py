@@ -14,7 +14,7 @@ import torch
 from barriers.calls import Measured
 from barriers.order import Ordered
 from codegen.executable import Emit, Program
-from codegen.memory_plan import StepUse
+from codegen.step_use import StepUse
 from ir_nodes import Graph, SegmentCall
 from ir_nodes.ops import info
 from lazy_backend import core

@@ -13,7 +13,7 @@ from typing import Any, Sequence
 import torch
 
 from codegen.executable import Emit, Program
-from codegen.memory_plan import StepUse
+from codegen.step_use import StepUse
 from ir_nodes import Node
 from lazy_backend import core
 

@@ -14,6 +14,7 @@ from codegen import interpreted, triton_compile
 from codegen.combo import combine
 from codegen.fuse import plan
 from codegen.kernel import ExternStep, Kernel, KernelStep, Plan
+from codegen.memory_plan import MemoryPlan
 from codegen.tuning import HOPPER, Tuning
 from ir_nodes import call, ops
 from ir_nodes.reference import window
@@ -46,14 +47,21 @@ def compile_all(made: Plan) -> None:
             assert triton_compile.compile_for_hopper(step.kernel, CACHE).handle.asm["ptx"]
 
 
-def execute(recording: Recording, made: Plan) -> dict[int, torch.Tensor]:
-    """Run the plan on the recording's inputs; memory that nothing wrote is 0xFF. Returns the bytes of every buffer."""
+def execute(recording: Recording, made: Plan, places: MemoryPlan | None = None) -> dict[int, torch.Tensor]:
+    """Run the plan on the recording's inputs; memory that nothing wrote is 0xFF. Returns the bytes of every buffer.
+
+    ``places``: where buffers lie that have no memory of their own.
+    """
     memory = {}
     for buffer in recording.graph.buffers:
         given = recording.inputs.get(buffer.index)
         memory[buffer.index] = torch.full((buffer.nbytes + 16,), 0xFF, dtype=torch.uint8)[: buffer.nbytes]
         if given is not None:
             memory[buffer.index].copy_(given)
+    slots: dict[int, torch.Tensor] = dict(memory)
+    for index, place in places.places.items() if places is not None else ():
+        whole = slots.setdefault(place.slot, torch.full((places.sizes[place.slot] + 16,), 0xFF, dtype=torch.uint8))
+        memory[index] = whole[place.offset : place.offset + place.nbytes]
 
     def run_extern(step: ExternStep) -> None:
         fill = call.Fill(

@@ -1,0 +1,182 @@
+"""Where buffers lie: over operands that die, side by side in an arena, and numbers stay right when they do."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import execute, record
+from hypothesis import given
+from hypothesis import settings as hypothesis
+from hypothesis import strategies as st
+
+from codegen.executable import Placed, assemble, emit_call
+from codegen.fuse import plan
+from codegen.kernel import KernelStep, Plan
+from codegen.memory_plan import MemoryPlan, plan_memory
+from codegen.static_plan import ALIGNMENT, Piece, offsets
+from codegen.step_use import StepUse, kernel_use, node_use
+from ir_nodes import BufferKind, Graph, settings
+from tests.programs import Step, inputs, interpret, steps
+from tests.recording import Recorder, Recording
+
+
+def uses_of(made: Plan) -> list[StepUse]:
+    return [kernel_use(step) if isinstance(step, KernelStep) else node_use(step.node) for step in made.steps]
+
+
+def planned(graph: Graph) -> tuple[Plan, MemoryPlan]:
+    made = plan(graph)
+    return made, plan_memory(graph, uses_of(made), [temporary.nbytes for temporary in made.temporaries])
+
+
+def of(program: Callable[..., Any], *tensors: torch.Tensor, held: bool = True) -> MemoryPlan:
+    """The memory plan; ``held``: are the inputs, too?"""
+    with Recorder() as recorder:
+        result = program(*tensors)
+    outs = list(result) if isinstance(result, tuple) else [result]
+    return planned(recorder.finish([*outs, *(tensors if held else ())]).graph)[1]
+
+
+@hypothesis(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 30), st.integers(0, 12)), max_size=30))
+def test_pieces_that_live_at_the_same_time_do_not_overlap(drawn: list[tuple[int, int, int]]) -> None:
+    pieces = [Piece(slot, nbytes, first, first + long) for slot, (nbytes, first, long) in enumerate(drawn)]
+    placed, total = offsets(pieces)
+    assert placed.keys() == {piece.slot for piece in pieces}
+    for one in pieces:
+        start, end = placed[one.slot], placed[one.slot] + one.nbytes
+        assert start % ALIGNMENT == 0 and end <= total
+        for other in pieces:
+            if one is not other and one.first <= other.last and other.first <= one.last:
+                assert end <= placed[other.slot] or placed[other.slot] + other.nbytes <= start
+    assert total <= sum(-(-max(piece.nbytes, 1) // ALIGNMENT) * ALIGNMENT for piece in pieces)
+
+
+def test_what_follows_what_takes_its_place() -> None:
+    placed, total = offsets([Piece(slot, 1000, slot, slot + 1) for slot in range(10)])
+    assert total == 2048 and set(placed.values()) == {0, 1024}
+
+
+def test_offsets_take_linear_time() -> None:
+    seconds = []
+    for count in (2000, 20000):
+        pieces = [Piece(slot, 256 * (slot * 7919 % 37), slot, slot + slot * 31 % 50) for slot in range(count)]
+        start = time.process_time()
+        offsets(pieces)
+        seconds.append(time.process_time() - start)
+    assert seconds[1] < 25 * seconds[0] + 0.1
+
+
+X = torch.linspace(-1, 1, 64 * 32).reshape(64, 32)
+W = torch.linspace(-1, 1, 32 * 32).reshape(32, 32)
+
+
+def test_a_result_is_written_over_an_operand_that_dies() -> None:
+    found = of(lambda x, w: F.gelu(x @ w) @ w, X, W)
+    assert found.reused == 1, "gelu's over the product's"
+    with settings.override(disable="inplace"):
+        assert of(lambda x, w: F.gelu(x @ w) @ w, X, W).reused == 0
+
+
+def test_an_input_that_nobody_holds_is_donated() -> None:
+    assert of(lambda x: x.sin() + 1, X, held=False).reused == 1
+    assert of(lambda x: x.sin() + 1, X).reused == 0
+
+
+@pytest.mark.parametrize("program", [
+    lambda x, w: (lambda y: (y.sin() @ w) + y)(x @ w),
+    lambda x, w: (x @ w).t().contiguous().sin(),
+    lambda x, w: (x @ w).bfloat16(),
+    lambda x, w: (lambda y: y + y.flip(0).contiguous())(x @ w),
+    lambda x, w: (x @ w).sum(0),
+    lambda x, w: (lambda y: y.sin() + y.view(-1)[:1])(x @ w),
+], ids=["used later", "another order", "another size", "another element", "a reduction", "read in two ways"])  # fmt: skip
+def test_operands_that_are_needed_elsewhere_or_otherwise_keep_their_numbers(program: Callable[..., Any]) -> None:
+    recording, _ = record(program, X, W)
+    made, memory = planned(recording.graph)
+    same(recording, made, memory)
+
+
+def test_what_only_kernels_touch_lies_in_one_arena() -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return x.softmax(1).t().contiguous().softmax(1).sum(0).cumsum(0)
+
+    found = of(program, X)
+    assert found.arena and found.arena <= found.apart + 10 * ALIGNMENT
+    assert sum(len(allocs) for allocs in found.allocs) < sum(len(allocs) for allocs in apart(program, X).allocs)
+
+
+def apart(program: Callable[..., Any], *tensors: torch.Tensor) -> MemoryPlan:
+    with settings.override(disable="static_plan"):
+        return of(program, *tensors)
+
+
+def test_no_arena_where_it_would_raise_the_peak() -> None:
+    """Two buffers of kernels, and between them a larger one of an ATen op."""
+    graph = Graph()
+    for nbytes in (8 << 20, 9 << 20, 8 << 20):
+        graph.add_buffer(nbytes)
+    first, between, last = StepUse((0,), by_address=True), StepUse((1,)), StepUse((2,), by_address=True)
+    assert plan_memory(graph, [first, between, last]).arena == 0
+    assert plan_memory(graph, [first, last]).arena == 8 << 20
+
+
+class Recorded:
+    """Stands for a native program and runs what it is given."""
+
+    def __init__(self) -> None:
+        self.ran: list[Any] = []
+
+    def alloc(self, slot: int, nbytes: int) -> None:
+        self.ran.append(("alloc", slot, nbytes))
+
+    def free(self, slot: int) -> None:
+        self.ran.append(("free", slot))
+
+    def call(self, instr: int, slots: list[int]) -> None:
+        self.ran.append(("call", slots))
+
+    def launch(self, function: int, grid: Any, threads: int, shared: int, args: Any, instr: int) -> None:
+        self.ran.append(("launch", args))
+
+
+def test_steps_get_the_slots_and_offsets_of_the_plan() -> None:
+    recording, _ = record(lambda x, w: F.gelu(x @ w) @ w, X, W)
+    _, memory = planned(recording.graph)
+    (new, place), = ((new, place) for new, place in memory.places.items() if place.slot < len(recording.graph.buffers))
+    program: Any = Recorded()
+    placed = Placed(program, memory.places)
+    placed.call(0, [new, -1, -2])
+    placed.launch(0, (1, 1, 1), 32, 0, [("ptr", new, 64), ("i64", -1, new)], 0)
+    assert program.ran == [("call", [place.slot, -1, -2]), ("launch", [("ptr", place.slot, 64), ("i64", -1, new)])]
+
+
+def test_a_program_without_kernels_is_as_before() -> None:
+    recording, _ = record(lambda x, w: (x @ w).sin() @ w, X, W)
+    program: Any = Recorded()
+    assemble(recording.graph, program, [emit_call(node) for node in recording.graph.nodes], 0)
+    assert [what for what, *_ in program.ran] == ["call", "call", "free", "call", "free"]
+
+
+def same(recording: Recording, made: Plan, memory: MemoryPlan) -> None:
+    """Running with buffers where the plan has them gives the bits of running with each by itself."""
+    wanted = execute(recording, made)
+    found = execute(recording, made, memory)
+    for value in recording.graph.outputs():
+        if value.buffer.kind is not BufferKind.GENERATOR:
+            assert torch.equal(found[value.buffer.index], wanted[value.buffer.index]), str(value)
+
+
+@hypothesis(max_examples=40, deadline=None)
+@given(program=steps(barriers=False), hold=st.booleans())
+def test_random_programs_give_the_same_numbers_wherever_buffers_lie(program: list[Step], hold: bool) -> None:
+    tensors = inputs("cpu")
+    with Recorder() as recorder:
+        held = interpret(program, tensors)
+    recording = recorder.finish(held if hold else held[-2:])
+    made, memory = planned(recording.graph)
+    same(recording, made, memory)
