@@ -21,8 +21,9 @@ from barriers.pipeline import ordered_passes, run_passes
 from benchmarks.common import save, table
 from codegen.combo import combine
 from codegen.executable import Emit, assemble
-from codegen.fuse import partition, plan
+from codegen.fuse import plan
 from codegen.kernel import KernelStep
+from codegen.partition import partition
 from codegen.step_use import kernel_use, node_use
 from examples.gpt import GPT, Config
 from ir_nodes import settings

@@ -74,15 +74,6 @@ def plan_units(units: Sequence[Unit], wanted: Iterable[Value], tuning: Tuning, s
     return Plan(tuple(made.steps), made.scratch.all(), tuple(fuser.refusals), tuple(made.needs))
 
 
-def partition(graph: Graph, tuning: Tuning = HOPPER) -> list[tuple[tuple[Node, ...], bool]]:
-    """The kernels that ``graph`` would become, each as its nodes and whether it is fused; otherwise ATen runs it.
-
-    Ops over lists, which are in many kernels, count as run by ATen: an optimizer's are most of what planning costs.
-    """
-    groups = fused(units_of(graph, (), tuning, lists=False), tuning, {}).groups()
-    return [(tuple(dict.fromkeys(unit.node for unit in group.units)), group.fusible) for group in groups]
-
-
 def lower_all(graph: Graph, tuning: Tuning = HOPPER, lists: bool = True) -> list[Unit]:
     """Every node as units, in order."""
     units: list[Unit] = []

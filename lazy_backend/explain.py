@@ -17,7 +17,8 @@ from codegen.cuda_graph import told as told_graphs
 from codegen.executable import Emit
 from codegen.explanation import Explanation, StepFacts
 from codegen.explanation import explain as explain_plan
-from codegen.fuse import partition, plan
+from codegen.fuse import plan
+from codegen.partition import partition
 from ir_nodes import BufferKind, Graph, settings
 from ir_nodes.node import Frame
 from lazy_backend import api, core, debug, flush, orders

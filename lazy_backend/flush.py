@@ -14,7 +14,7 @@ from barriers.pipeline import ordered_passes, run_passes
 from codegen import engines
 from codegen.engine import Context, EngineError
 from codegen.executable import Emit, Program, assemble
-from codegen.fuse import partition
+from codegen.partition import partition
 from ir_nodes import Graph, printer, settings
 from lazy_backend import core, holding, orders
 from lazy_backend.checks import check_orders

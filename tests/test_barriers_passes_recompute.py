@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from barriers.passes import recompute
 from barriers.passes.recompute import recompute_cheap
 from codegen.explanation import Explanation, explain
-from codegen.fuse import partition, plan
+from codegen.fuse import plan
+from codegen.partition import partition
 from ir_nodes import Graph
 from ir_nodes.estimate import CUDA
 from tests import programs
