@@ -101,7 +101,7 @@ class Explanation:
 
 
 def explain(graph: Graph, plan: Plan, rates: Rates, graphs: bool = False) -> Explanation:
-    """The facts of ``plan``, which was made for ``graph``, on a machine of ``rates``; ``graphs``: it is replayed as CUDA graphs."""
+    """The facts of ``plan``, which was made for ``graph``, on a machine of ``rates``. ``graphs``: CUDA graphs replay it."""
     counted = Counter((refusal.first.name, refusal.second.name, refusal.reason) for refusal in plan.refusals)
     steps = tuple(facts(step, rates) for step in plan.steps)
     uses = [use_of(step) for step in plan.steps]

@@ -137,7 +137,7 @@ class Recorded:
     def free(self, slot: int) -> None:
         self.ran.append(("free", slot))
 
-    def call(self, instr: int, slots: list[int]) -> None:
+    def call(self, instr: int, slots: list[int], layouts: Any) -> None:
         self.ran.append(("call", slots))
 
     def launch(self, function: int, grid: Any, threads: int, shared: int, args: Any, instr: int) -> None:
@@ -150,13 +150,15 @@ def test_steps_get_the_slots_and_offsets_of_the_plan() -> None:
     (new, place), = ((new, place) for new, place in memory.places.items() if place.slot < len(recording.graph.buffers))
     program: Any = Recorded()
     placed = Placed(program, memory.places)
-    placed.call(0, [new, -1, -2])
+    placed.call(0, [new, -1, -2], [])
     placed.launch(0, (1, 1, 1), 32, 0, [("ptr", new, 64), ("i64", -1, new)], 0)
     assert program.ran == [("call", [place.slot, -1, -2]), ("launch", [("ptr", place.slot, 64), ("i64", -1, new)])]
 
 
 def test_a_program_without_kernels_is_as_before() -> None:
     recording, _ = record(lambda x, w: (x @ w).sin() @ w, X, W)
+    for number, node in enumerate(recording.graph.nodes):
+        node.instr = number
     program: Any = Recorded()
     assemble(recording.graph, program, [emit_call(node) for node in recording.graph.nodes], 0)
     assert [what for what, *_ in program.ran] == ["call", "call", "free", "call", "free"]

@@ -35,14 +35,31 @@ def recompute_cheap(graph: Graph, partition: Partition) -> Graph:
     A result that no longer leaves its kernel is not written at all. Copies that would not join the kernel that they are for are
     taken back. No value is kept longer than before unless a larger one goes. Returns ``graph``.
     """
-    copied = _Recomputer(graph, partition(graph)).run()
+    before = partition(graph)
+    moved = traffic(graph, before)
+    copied = _Recomputer(graph, before).run()
     if copied:
-        home = _homes(partition(graph))
+        after = partition(graph)
+        home, grows = _homes(after), traffic(graph, after) >= moved
         for one in copied:
-            if len({home[node] for node in (*one.nodes, *one.users) if node in home}) > 1:
+            if grows or len({home[node] for node in (*one.nodes, *one.users) if node in home}) > 1:
                 one.take_back()
         eliminate_dead(graph)
     return graph
+
+
+def traffic(graph: Graph, kernels: Sequence[tuple[tuple[Node, ...], bool]]) -> int:
+    """Bytes that these kernels read and write; what one of them makes for itself alone does not count."""
+    outputs = dict.fromkeys(graph.outputs())
+    total = 0
+    for nodes, _ in kernels:
+        inside = set(nodes)
+        seen = {read.value: min(read.layout.nbytes, read.value.buffer.nbytes) for node in nodes for read in node.reads
+                if read.value.producer not in inside}
+        made = {write.value: write.layout.nbytes for node in nodes for write in node.writes
+                if write.value in outputs or any(user not in inside for user in write.value.users)}
+        total += sum(seen.values()) + sum(made.values())
+    return total
 
 
 @dataclass(slots=True, eq=False)
