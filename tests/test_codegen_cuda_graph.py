@@ -9,7 +9,8 @@ import torch
 import lazy_backend
 from codegen import cuda_graph
 from codegen.cuda_graph import Stretch, stretches
-from codegen.memory_plan import MemoryPlan, StepUse, plan_memory
+from codegen.memory_plan import MemoryPlan, plan_memory
+from codegen.step_use import StepUse
 from ir_nodes import BufferKind, Graph, Node
 from ir_nodes.node import ScalarInput
 from lazy_backend.explain import optimised
