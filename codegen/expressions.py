@@ -1,5 +1,5 @@
-"""The table of pointwise ops: one line says how an ATen op's element is computed. Imports torch and
-`codegen.promotion` only.
+"""The table of pointwise ops: one line says how an ATen op's element is computed. Imports torch,
+`codegen.gelu` and `codegen.promotion` only.
 
 A row's text names the op's schema arguments in braces. ``@exp(x)`` and its like stand for a function that is chosen by
 dtype (see `FUNCTIONS`). A row that depends on dtype or on constant arguments is a function from `Case` to such a text.
@@ -14,6 +14,7 @@ from typing import Any, Callable, Mapping
 
 import torch
 
+from codegen import gelu
 from codegen.promotion import TRITON_TYPES
 
 
@@ -142,26 +143,6 @@ def _pow(case: Case) -> str:
     return "@pow({self}, {exponent})"
 
 
-def _gelu(case: Case) -> str:
-    if case.constants.get("approximate", "none") == "none":
-        return "{self} * 0.5 * (1.0 + @erf({self} * 0.7071067811865476))"
-    return f"0.5 * {{self}} * (1.0 + {_GELU_TANH})"
-
-
-_GELU_INNER = "(0.7978845608028654 * ({self} + 0.044715 * {self} * {self} * {self}))"
-_GELU_TANH = f"@tanh({_GELU_INNER})"
-
-
-def _gelu_backward(case: Case) -> str:
-    if case.constants.get("approximate", "none") == "none":
-        cdf = "0.5 * (1.0 + @erf({self} * 0.7071067811865476))"
-        return f"{{grad_output}} * ({cdf} + {{self}} * @exp({{self}} * {{self}} * -0.5) * 0.3989422804014327)"
-    inner = "0.7978845608028654 * (1.0 + 3 * 0.044715 * {self} * {self})"
-    return (
-        f"{{grad_output}} * (0.5 * (1.0 + {_GELU_TANH}) + 0.5 * {{self}} * (1.0 - {_GELU_TANH} * {_GELU_TANH}) * {inner})"
-    )
-
-
 def largest(left: str, right: str) -> str:
     """The larger of two, or NaN where one is."""
     return f"tl.where(({left} > {right}) | ({left} != {left}), {left}, {right})"
@@ -249,7 +230,7 @@ ROWS: dict[str, Row] = {
     "leaky_relu": Row("tl.where({self} > 0, {self}, {self} * {negative_slope})"),
     "elu": Row("tl.where({self} > 0, {self} * {scale}, @expm1({self} * {input_scale}) * {alpha} * {scale})"),
     "silu": Row("@div({self}, 1.0 + @exp(-{self}))"),
-    "gelu": Row(_gelu),
+    "gelu": Row(gelu.forward),
     "mish": Row("{self} * @tanh(@log1p(@exp({self})))"),
     "softplus": Row("tl.where({self} * {beta} > {threshold}, {self}, @div(@log1p(@exp({self} * {beta})), {beta}))"),
     "hardtanh": Row(_clamp("min_val", "max_val")),
@@ -260,7 +241,7 @@ ROWS: dict[str, Row] = {
     "tanh_backward": Row("{grad_output} * (1.0 - {output} * {output})"),
     "sigmoid_backward": Row("{grad_output} * ((1.0 - {output}) * {output})"),
     "silu_backward": Row(_silu_backward),
-    "gelu_backward": Row(_gelu_backward),
+    "gelu_backward": Row(gelu.backward),
     "leaky_relu_backward": Row("tl.where({self} > 0, {grad_output}, {grad_output} * {negative_slope})"),
     "elu_backward": Row(_elu_backward),
     "hardtanh_backward": Row("tl.where(({self} <= {min_val}) | ({self} >= {max_val}), {grad_output} * 0, {grad_output})"),

@@ -97,8 +97,10 @@ def lower_mean(node: Node, scratch: int) -> list[Part]:
 
 
 def mean_of(lowering: Lowering, total: Instr) -> Instr:
+    """The sum times one over how many there are, a number that all results share, as ATen's CUDA kernels compute it."""
     count = lowering.size(forms.reduced_extent(lowering.part.reduced or ()), total.dtype)
-    return divide(lowering, total, count)
+    text = "tl.math.div_rn(1.0, {0})" if total.dtype is torch.float32 else "1.0 / {0}"
+    return lowering.expr("{0} * {1}", total, lowering.expr(text, count, dtype=total.dtype), dtype=total.dtype)
 
 
 def divide(lowering: Lowering, left: Instr, right: Instr) -> Instr:

@@ -189,3 +189,11 @@ def test_unknown_ops_and_dtypes_are_left_to_aten_with_a_reason() -> None:
     recording, _ = record(lambda x, c: (x.cumsum(0), c * c), data(torch.float32, 1), torch.randn(3, dtype=torch.complex64))
     reasons = [unit.reason for unit in lower_all(recording.graph)]
     assert reasons == ["no kernel for aten::cumsum", "dtype torch.complex64"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gelu_in_16_bits_is_as_exact_as_they_show(dtype: torch.dtype) -> None:
+    x = torch.cat([torch.linspace(-9, 9, 3001), torch.tensor([float("nan"), 0.0, -0.0])]).to(dtype)
+    near = {"rtol": 1e-2 if dtype is torch.bfloat16 else 2e-3, "atol": 2e-4}
+    check(torch.nn.functional.gelu, x, **near)
+    check(torch.ops.aten.gelu_backward, torch.ones_like(x), x, **near)
