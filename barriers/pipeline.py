@@ -14,7 +14,8 @@ from barriers.passes.cse import merge_common
 from barriers.passes.dead import eliminate_dead
 from barriers.passes.fold import forward_copies
 from barriers.passes.noops import eliminate_noops
-from barriers.passes.recompute import Partition, recompute_cheap
+from barriers.passes.peak_order import lower_peak
+from barriers.passes.recompute import Partition, recompute_cheap, traffic
 from ir_nodes import Graph, settings
 from ir_nodes.verify import verify
 
@@ -40,7 +41,11 @@ def ordered_passes(partition: Partition | None = None) -> list[Pass]:
     def recompute(graph: Graph) -> Graph:
         return recompute_cheap(graph, partition) if partition is not None else graph
 
-    return [step for name, step in (*ORDERED_PASSES, ("recompute", recompute)) if settings.enabled(name)]
+    def peak_order(graph: Graph) -> Graph:
+        return lower_peak(graph, lambda one: traffic(one, partition(one)) if partition is not None else 0)
+
+    passes = (*ORDERED_PASSES, ("recompute", recompute), ("peak_order", peak_order))
+    return [step for name, step in passes if settings.enabled(name)]
 
 
 @dataclass(frozen=True, slots=True)
