@@ -6,7 +6,7 @@ been computed into (the mask of a dropout): such a draw may run in its old place
 
 from __future__ import annotations
 
-from typing import Sequence
+from typing import Collection, Iterator, Sequence
 
 from ir_nodes import BufferKind, Graph, Node, SegmentCall
 
@@ -27,13 +27,30 @@ def release_draws(graph: Graph, turned: Sequence[tuple[SegmentCall, SegmentCall]
                 else:
                     others.add(call)
     changed = False
-    for earlier, later in turned:
+    for earlier, later in in_turn(turned, drawn):
         if not meets(drawn.get(earlier, []), drawn.get(later, [])) or later not in others:
             continue
         for node in drawn[later]:
             if node.segment is not None and is_free(node, later):
                 node.segment, changed = None, True
     return changed
+
+
+def in_turn(turned: Sequence[tuple[SegmentCall, SegmentCall]], drawn: Collection[SegmentCall]
+            ) -> Iterator[tuple[SegmentCall, SegmentCall]]:
+    """Every pair that ``turned`` asks for, also through others, whose first draws."""
+    after: dict[SegmentCall, list[SegmentCall]] = {}
+    for earlier, later in turned:
+        after.setdefault(earlier, []).append(later)
+    for start in list(drawn):
+        reached: dict[SegmentCall, None] = {}
+        stack = list(after.get(start, ()))
+        while stack:
+            call = stack.pop()
+            if call not in reached and call is not start:
+                reached[call] = None
+                stack += after.get(call, ())
+        yield from ((start, call) for call in reached if call in drawn)
 
 
 def meets(one: Sequence[Node], other: Sequence[Node]) -> bool:

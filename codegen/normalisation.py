@@ -12,7 +12,7 @@ from codegen.inline import COPIES
 from codegen.instructions import KEPT, Instr, MemAccess, Part, scratch_value
 from codegen.lowering import Lowering, Unsupported, arguments
 from codegen.promotion import HALF
-from codegen.reductions import mean_of, operand_of, reduction, write_kept
+from codegen.reductions import mean_of, operand_of, reduction, rounded_once, write_kept
 from ir_nodes.layout import Layout
 from ir_nodes.node import Node, Operand
 
@@ -86,7 +86,7 @@ def lower_layer_norm(node: Node, scratch: int) -> list[Part]:
     rank = len(args["normalized_shape"])
     lowering, dims = reduction(node, source, tuple(range(len(source.layout.size) - rank, len(source.layout.size))))
     value = lowering.load(source)
-    mean = mean_of(lowering, lowering.reduce("add", value))
+    mean = rounded_once(lowering, lowering.reduce("add", value))
     centred = lowering.expr("{0} - {1}", value, mean, dtype=value.dtype)
     variance = mean_of(lowering, lowering.reduce("add", lowering.expr("{0} * {0}", centred, dtype=value.dtype)))
     eps = lowering.read(args["eps"], value.dtype)

@@ -103,6 +103,12 @@ def mean_of(lowering: Lowering, total: Instr) -> Instr:
     return lowering.expr("{0} * {1}", total, lowering.expr(text, count, dtype=total.dtype), dtype=total.dtype)
 
 
+def rounded_once(lowering: Lowering, total: Instr) -> Instr:
+    """The sum over how many there are: the mean of equal numbers is that number more often than `mean_of` finds, which matters
+    where it is taken off them and the rest is scaled up."""
+    return divide(lowering, total, lowering.size(forms.reduced_extent(lowering.part.reduced or ()), total.dtype))
+
+
 def divide(lowering: Lowering, left: Instr, right: Instr) -> Instr:
     """IEEE division in the operands' dtype."""
     name = "tl.math.div_rn" if left.dtype is torch.float32 else "tl.fdiv"

@@ -14,7 +14,7 @@ from codegen.instructions import Instr, Part
 from codegen.lowering import Lowering, arguments
 from codegen.normalisation import exp
 from codegen.promotion import compute_dtype
-from codegen.reductions import Lowered, divide, mean_of, operand_of, reduction, write_kept
+from codegen.reductions import Lowered, divide, mean_of, operand_of, reduction, rounded_once, write_kept
 from ir_nodes.layout import Layout
 from ir_nodes.node import Node, Operand
 
@@ -23,7 +23,7 @@ MOST_PLACES = 1 << 31
 
 def _spread(lowering: Lowering, value: Instr) -> tuple[Instr, Instr, Instr]:
     """(mean, difference from it, sum of squared differences), in two passes over what is held in registers."""
-    mean = mean_of(lowering, lowering.reduce("add", value))
+    mean = rounded_once(lowering, lowering.reduce("add", value))
     centred = lowering.expr("{0} - {1}", value, mean, dtype=value.dtype)
     return mean, centred, lowering.reduce("add", lowering.expr("{0} * {0}", centred, dtype=value.dtype))
 

@@ -100,3 +100,17 @@ def test_legal_schedules_are_honoured_exactly(spec: trees.Spec, data: st.DataObj
     finally:
         for name in segments.names():
             segments.remove(name)
+
+
+def test_draws_change_places_around_a_segment_that_draws_nothing() -> None:
+    """The last shall draw first, but only the one between them is named beside both."""
+    model, truth = pair(("chain", [("sum", ["dropout", "linear", "dropout"])]))
+    paths = trees.pure_siblings(model)
+    try:
+        for path in paths:
+            register_segment(model.get_submodule(path), f"{path}_fwd")
+        scheduler = check(model, truth, schedule=[f"{path}_fwd" for path in reversed(paths)], strict=True)
+        assert scheduler.refusals() == []
+    finally:
+        for name in segments.names():
+            segments.remove(name)
