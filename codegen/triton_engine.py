@@ -33,6 +33,7 @@ from ir_nodes import Graph, Node, settings
 _shown: set[Kernel] = set()
 _interpreted: dict[Kernel, Interpreted] = {}
 _lock = threading.Lock()
+_ARGUMENT_KINDS = ("ptr", "fp32", "fp64", "i64", "seed", "offset")  # numbered as by the native core
 _SCALAR_KINDS = {torch.float32: "fp32", torch.float64: "fp64", torch.int64: "i64"}
 
 
@@ -120,7 +121,7 @@ def written(step: KernelStep) -> tuple[int, ...]:
 
 
 def emit_launch(step: KernelStep, compiled: Function, scratch: dict[int, int]) -> Emit:
-    args = [launch_arg(arg, scratch) for arg in step.args]
+    args = [(_ARGUMENT_KINDS.index(kind), index, value) for kind, index, value in (launch_arg(arg, scratch) for arg in step.args)]
     instr = step.nodes[0].instr
 
     def add(program: Program) -> None:
@@ -130,7 +131,7 @@ def emit_launch(step: KernelStep, compiled: Function, scratch: dict[int, int]) -
 
 
 def launch_arg(arg: KernelArg, scratch: dict[int, int]) -> tuple[str, int, int]:
-    """An argument as the native core takes it; see `add_launch` in csrc/bind.cpp."""
+    """Kind, index and value of an argument; see `LaunchArg` in csrc/program.h."""
     match arg:
         case Pointer(source=Temporary() as source):
             return ("ptr", scratch[source.id], arg.byte_offset)

@@ -53,6 +53,37 @@ def banned_from_autocast(*args: Any, **kwargs: Any) -> Tensor:
                        "binary_cross_entropy_with_logits or BCEWithLogitsLoss, which are safe.")
 
 
+def lazy_clone(self: Tensor) -> Tensor:
+    """Memory is shared by layouts here, not by pages."""
+    return self.clone()
+
+
+def histc(self: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
+    """Libraries choose this op for every device but the CPU. CUDA counts integers too, and the CPU does not."""
+    integral = not (self.is_floating_point() or self.is_complex() or self.dtype == torch.bool)
+    values = self.double() if integral else self
+    counts = torch.empty(bins, dtype=values.dtype, device=self.device)
+    return torch.histc(values, bins, min, max, out=counts).to(self.dtype)
+
+
+def dropout(input: Tensor, p: float, train: bool) -> Tensor:
+    """A CPU's dropout draws through bernoulli_, CUDA's through one fused op: each gives the numbers its eager form gives."""
+    if not 0 <= p <= 1:
+        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
+    if p == 0 or not train or input.numel() == 0:
+        return input
+    if p == 1:
+        return input * torch.zeros((), dtype=input.dtype, device=input.device)
+    return input * torch.empty_like(input).bernoulli_(1 - p).div_(1 - p)
+
+
+def group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5,
+               cudnn_enabled: bool = True) -> Tensor:  # fmt: skip
+    """PyTorch's form keeps channels last for devices that it does not know, which the kernel for CUDA does not take."""
+    composite = torch.ops.aten.group_norm.default.decompose
+    return composite(input.contiguous(), num_groups, weight, bias, eps, cudnn_enabled)
+
+
 def plus(gates: Tensor, bias: Tensor | None) -> Tensor:
     return gates if bias is None else gates + bias
 
@@ -73,17 +104,37 @@ def gru_cell(input: Tensor, hidden: Tensor, hx: Tensor, bias: Tensor | None = No
     return (hx - fresh) * update + fresh, torch.empty(0, dtype=hx.dtype, device=hx.device)
 
 
+# Ops with a composite kernel that would fall apart before it reaches the device, or takes its memory for the CPU's.
+WHOLE = (
+    "native_layer_norm", "native_group_norm", "convolution", "convolution_backward", "binary_cross_entropy_with_logits",
+    "silu_backward", "mish_backward", "native_channel_shuffle", "_convolution", "_grouped_mm", "_linalg_svd", "pixel_shuffle",
+    "pixel_unshuffle", "addr", "addr_", "addr.out", "narrow_copy", "mode", "mode.values", "conj_physical_", "conj_physical.out",
+    "_grid_sampler_2d_cpu_fallback", "_grid_sampler_2d_cpu_fallback_backward", "choose_qparams_optimized",
+    "_saturate_weight_to_fp16", "all.dims_out", "any.dims_out",
+)  # fmt: skip
+WHOLE_FAMILIES = ("aten::_foreach_", "aten::_sobol_engine")
 _library: list[torch.library.Library] = []  # a registration lasts as long as its library
 
 
-def install(_: ModuleType) -> None:
+def whole_ops() -> list[str]:
+    families = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith(WHOLE_FAMILIES)]
+    return [*WHOLE, *(name.removeprefix("aten::") for name in families)]
+
+
+def install(native: ModuleType) -> None:
+    native.keep_whole(whole_ops())
     library = torch.library.Library("aten", "IMPL")
     for name, kernel in (("record_stream", record_stream), ("_efficientzerotensor", efficient_zeros),
                          ("_copy_from_and_resize", copy_from_and_resize), ("set_", set_nothing), ("_stack.out", stack_out),
-                         ("range.out_", range_out), ("_reshape_from_tensor", reshape_from_tensor)):  # fmt: skip
+                         ("range.out_", range_out), ("_reshape_from_tensor", reshape_from_tensor),
+                         ("_lazy_clone", lazy_clone)):  # fmt: skip
         library.impl(name, kernel, "PrivateUse1")
     library.impl("_reshape_from_tensor", reshape_from_tensor, "AutogradPrivateUse1")
-    if not core.physical_is_cuda():
+    if core.physical_is_cuda():
+        library.impl("group_norm", group_norm, "AutogradPrivateUse1")
+    else:
+        library.impl("histc", histc, "PrivateUse1")
+        library.impl("dropout", dropout, "AutogradPrivateUse1")
         library.impl("_thnn_fused_lstm_cell", lstm_cell, "AutogradPrivateUse1")
         library.impl("_thnn_fused_gru_cell", gru_cell, "AutogradPrivateUse1")
     library.impl("binary_cross_entropy", banned_from_autocast, "AutocastPrivateUse1")

@@ -34,6 +34,8 @@ from ir_nodes import settings
 NAME = "lazysched_core"
 TORCH = Path(torch.__file__).resolve().parent  # asked here: torch.utils.cpp_extension imports setuptools, which may be missing
 SOURCES = Path(__file__).resolve().parent / "csrc"
+APART = ("accelerator.c",)  # built by whoever needs it
+CPP_ONLY = ("-std=c++20", "-fvisibility-inlines-hidden")
 KEPT_BUILDS, KEPT_OBJECTS = 8, 200
 MAX_JOBS = 8
 SECONDS_A_FILE = 15  # torch's headers at -O2 on a slow core
@@ -72,8 +74,8 @@ class Build:
 
     @staticmethod
     def plan(folder: Path, name: str) -> Build:
-        """The build of every .cpp file in ``folder`` into a Python module ``name``. Raises NativeBuildError."""
-        sources = tuple(sorted(folder.glob("*.cpp")))
+        """The build of every .cpp and .c file in ``folder`` into a Python module ``name``. Raises NativeBuildError."""
+        sources = tuple(sorted(file for file in folder.glob("*.c*") if file.suffix in (".cpp", ".c") and file.name not in APART))
         if not sources:
             raise NativeBuildError(f"no C++ sources in {folder}: lazysched is not installed completely")
         headers = [part for file in sorted(folder.glob("*.h")) for part in (file.name.encode(), file.read_bytes())]
@@ -81,8 +83,14 @@ class Build:
         flags = compile_flags(name) + (f"-I{folder}",)
         return Build(name, sources, digest(*headers), compiler, version_of(compiler), flags, link_flags())
 
+    def flags_for(self, source: Path) -> tuple[str, ...]:
+        """C++ compilers take .c files for C++ unless they are told."""
+        if source.suffix == ".cpp":
+            return self.compile_flags
+        return ("-x", "c", *(flag for flag in self.compile_flags if flag not in CPP_ONLY))
+
     def object_key(self, source: Path) -> str:
-        flags = [flag for flag in self.compile_flags if flag != f"-I{source.parent}"]  # its headers are hashed instead
+        flags = [flag for flag in self.flags_for(source) if flag != f"-I{source.parent}"]  # its headers are hashed instead
         return digest(source.name.encode(), source.read_bytes(), self.headers_hash.encode(), self.compiler_version.encode(),
                       *(flag.encode() for flag in flags))
 
@@ -212,7 +220,7 @@ def make(build: Build, library: Path) -> None:
         futures = []
         for source in missing:
             part = Path(folder) / f"{source.stem}.o"
-            command = [*build.compiler, *build.compile_flags, "-c", str(source), "-o", str(part)]
+            command = [*build.compiler, *build.flags_for(source), "-c", str(source), "-o", str(part)]
             futures.append(pool.submit(step, command, part, objects[source], log))
         for future in futures:
             if future.exception() is not None:

@@ -21,7 +21,7 @@ MAY_IMPORT = {
 }
 OURS = {*MAY_IMPORT, "tests", "examples", "benchmarks"}
 MAX_PYTHON_LINES = 300
-MAX_CPP_LINES = 2250  # to be 2000 again once what is rare has moved to Python
+MAX_CPP_LINES = 2000
 
 PACKAGE_FILES = sorted(file for package in MAY_IMPORT for file in (ROOT / package).rglob("*.py"))
 OTHER_FILES = sorted(file for folder in ("tests", "examples", "benchmarks") for file in (ROOT / folder).rglob("*.py"))

@@ -4,7 +4,6 @@
 #include <ATen/SequenceNumber.h>
 #include <pthread.h>
 
-#include <algorithm>
 #include <pybind11/functional.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Dtype.h>
@@ -25,9 +24,7 @@ namespace {
 // Kept for ever: the core may outlive Python.
 py::object *compiler_ = nullptr, *schema_reader_ = nullptr, *inferrer_ = nullptr;
 
-auto keeper(py::object*& slot) {
-  return [&slot](py::object f) { delete std::exchange(slot, new py::object(std::move(f))); };
-}
+auto keeper(py::object*& slot) { return [&slot](py::object f) { delete std::exchange(slot, new py::object(std::move(f))); }; }
 
 template <class T, class F>
 py::list to_list(const std::vector<T>& all, F&& f) {
@@ -58,9 +55,7 @@ py::list operands(const Trace& t) {
     return py::make_tuple(o.buffer, dtype_of(o.dtype), size, stride, o.offset, o.conj || o.neg);
   });
 }
-py::list scalars(const Trace& t) {
-  return to_list(t.scalars, [](const IValue& v) { return torch::jit::toPyObject(v); });
-}
+py::list scalars(const Trace& t) { return to_list(t.scalars, [](const IValue& v) { return torch::jit::toPyObject(v); }); }
 py::list buffers(const Trace& t) {
   py::list all;
   for (size_t i = 0; i < t.buffers.size(); i++)
@@ -77,19 +72,11 @@ Trace trace_for(const std::vector<at::Tensor>& tensors, DeviceIndex device) {
   return copy;
 }
 
-using LaunchArgs = std::vector<std::tuple<std::string, int32_t, int64_t>>;
-
-// `args`: ("ptr", slot, byte offset) | ("fp32" | "fp64" | "i64", scalar index or -1, value) | ("seed", generator's buffer, 0) |
-// ("offset", generator's buffer, how far it moves on)
+// `args`: (LaunchArg's kind, index, value)
 void add_launch(Program& p, uint64_t function, std::array<uint32_t, 3> grid, uint32_t threads, uint32_t shared,
-                const LaunchArgs& args, int32_t instr) {
-  using Arg = Program::LaunchArg;
+                const std::vector<std::tuple<int, int32_t, int64_t>>& args, int32_t instr) {
   Program::Launch l{reinterpret_cast<void*>(function), grid, threads, shared, {}};
-  for (const auto& [kind, index, value] : args) {
-    static const auto* kinds = new std::vector<std::string>{"ptr", "fp32", "fp64", "i64", "seed", "offset"};
-    const auto type = std::find(kinds->begin(), kinds->end(), kind) - kinds->begin();
-    l.args.push_back({static_cast<Arg::Kind>(type), index, value});
-  }
+  for (auto [kind, index, value] : args) l.args.push_back({static_cast<Program::LaunchArg::Kind>(kind), index, value});
   p.steps.push_back({std::move(l), instr});
   p.launches++;
 }
@@ -104,6 +91,9 @@ void add_call(Program& p, int32_t instr, std::vector<int32_t> slots, const std::
   }
   p.steps.push_back({std::move(call), instr});
 }
+
+template <class Step, class... Fields>
+void add_step(Program& p, Fields... fields) { p.steps.push_back({Step{std::move(fields)...}, -1}); }
 
 // As nn.Module.to does for devices that PyTorch knows: `p` keeps its identity and takes over the contents of `other`.
 void set_data(const at::Tensor& p, const at::Tensor& other) {
@@ -146,8 +136,7 @@ void infer_in_python(const OpInfo& op, const IValue* args, DeviceIndex device, I
   using Row = std::tuple<std::string, py::list, std::vector<std::pair<size_t, at::Tensor>>>;
   const auto place = torch::jit::toPyObject(physical_device(device));
   auto [refusal, returns, resized] = (*inferrer_)(op.name, given, place).cast<Row>();
-  known.refusal = refusal;
-  known.resized = resized;
+  known.refusal = refusal, known.resized = resized;
   for (size_t r = 0; r < returns.size(); r++)
     known.returns.push_back(torch::jit::toIValue(returns[r], op.handle.schema().returns()[r].type()));
 }
@@ -160,8 +149,7 @@ void read_schema(OpInfo& op) {
   for (auto [kind, writes] : args) op.args.push_back({static_cast<ArgKind>(kind), writes});
   op.return_alias = aliases;
   op.recordable = static_cast<Recordable>(recordable);
-  op.random = random, op.generator_arg = generator, op.view = view;
-  op.indexing = indexing, op.masks_matter = masks;
+  op.random = random, op.generator_arg = generator, op.view = view, op.indexing = indexing, op.masks_matter = masks;
 }
 
 }  // namespace lazysched
@@ -169,44 +157,38 @@ void read_schema(OpInfo& op) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace lazysched;
   m.doc() = "lazysched's native core: records ops, runs programs.";
-  m.def("init", &start);
   m.def("configure", [](int64_t max_ops, int64_t max_bytes, bool eager, size_t cache_size, bool frames) {
     limits = {max_ops, max_bytes, eager, cache_size};
     set_capture(frames);
   });
-  m.def("set_compiler", keeper(compiler_));
-  m.def("set_logger", [](Logger log) { logger = new Logger(std::move(log)); });
-  m.def("set_schema_reader", keeper(schema_reader_));
+  m.def("init", &start).def("keep_whole", &keep_whole);
+  m.def("set_compiler", keeper(compiler_)).def("set_schema_reader", keeper(schema_reader_));
   m.def("set_inferrer", keeper(inferrer_));
+  m.def("set_logger", [](Logger log) { logger = new Logger(std::move(log)); });
+  m.def("set_holder", [](Holder hold) { holder = new Holder(std::move(hold)); });
   m.def("set_capturer", [](py::object f) {  // capture(device, body) -> (graph, its owner); body(stream)
     capturer = new Capturer([f = new py::object(std::move(f))](DeviceIndex i, std::function<void(void*)> body) {
       py::gil_scoped_acquire gil;
       auto run = py::cpp_function([&](uintptr_t stream) { body(reinterpret_cast<void*>(stream)); });
       auto [graph, owner] = (*f)(i, run).cast<std::pair<uintptr_t, py::object>>();
       auto drop = [](py::object* o) { py::gil_scoped_acquire again; delete o; };
-      return std::pair<void*, std::shared_ptr<void>>(reinterpret_cast<void*>(graph), std::shared_ptr<py::object>(new py::object(owner), drop));
+      return std::pair(reinterpret_cast<void*>(graph), std::shared_ptr<void>(new py::object(owner), drop));
     });
   });
-  m.def("set_holder", [](Holder hold) { holder = new Holder(std::move(hold)); });
   m.def("barrier", [](DeviceIndex i, const char* kind, const std::string& reason) { recorder(i).barrier(kind, reason); },
         py::call_guard<py::gil_scoped_release>());
-  m.def("count", &count);
-  m.def("current_device", &current_device);
-  m.def("set_device", &set_current_device);
+  m.def("current_device", &current_device).def("set_device", &set_current_device);
   m.def("current_stream", [](DeviceIndex i) { return c10::impl::getDeviceGuardImpl(kLazy)->getStream({kLazy, i}).id(); });
   m.def("set_stream", [](DeviceIndex i, int64_t id) {
     c10::impl::getDeviceGuardImpl(kLazy)->exchangeStream(c10::Stream(c10::Stream::UNSAFE, {kLazy, i}, id));
   });
-  m.def("set_data", &set_data);
+  m.def("set_data", &set_data).def("trace_for", &trace_for).def("count", &count);
+  m.def("stats", [] { return std::vector<int64_t>(stats.begin(), stats.end()); });
   m.def("reset_peak", [] { stats[kPeak] = stats[kHeld].load(); });
   m.def("lend", [](const at::Tensor& t, bool for_ever) { return recorder(t).lend(t, for_ever); });
   m.def("default_generator", [](DeviceIndex i) { return at::globalContext().defaultGenerator(c10::Device(kLazy, i)); });
-  m.def("stats", [] { return std::vector<int64_t>(stats.begin(), stats.end()); });
-  m.def("trace_for", &trace_for);
-  m.def("enter_segment", &enter_segment);
-  m.def("note_backward", &note_backward);
+  m.def("enter_segment", &enter_segment).def("note_backward", &note_backward).def("backward_segment", &backward_segment);
   m.def("sequence_number", [] { return static_cast<int64_t>(at::sequence_number::peek()); });
-  m.def("backward_segment", &backward_segment);
   m.def("set_schedule_key", [](uint64_t key) { schedule_key = key; });
   py::class_<Trace>(m, "Trace")
       .def_readonly("held", &Trace::held).def_readonly("needed", &Trace::needed)
@@ -223,12 +205,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       })
       .def("launch", &add_launch)
       .def("python", [](Program& p, Program::Python step, int32_t instr) { p.steps.push_back({std::move(step), instr}); })
-      .def("alloc", [](Program& p, int32_t slot, size_t nbytes) { p.steps.push_back({Program::Alloc{slot, nbytes}, -1}); })
-      .def("part", [](Program& p, int32_t slot, int32_t whole, size_t offset, size_t nbytes) {
-        p.steps.push_back({Program::Part{slot, whole, offset, nbytes}, -1});
-      })
-      .def("free", [](Program& p, int32_t slot) { p.steps.push_back({Program::Free{slot}, -1}); })
-      .def("mark", [](Program& p, size_t depth, std::string name) {
-        p.steps.push_back({Program::Mark{depth, std::move(name)}, -1});
-      });
+      .def("alloc", &add_step<Program::Alloc, int32_t, size_t>)
+      .def("part", &add_step<Program::Part, int32_t, int32_t, size_t, size_t>)
+      .def("free", &add_step<Program::Free, int32_t>)
+      .def("mark", &add_step<Program::Mark, size_t, std::string>);
 }

@@ -16,9 +16,7 @@
 #include <unordered_map>
 #include <vector>
 
-namespace torch::autograd {
-struct Node;
-}
+namespace torch::autograd { struct Node; }
 
 namespace lazysched {
 
@@ -30,10 +28,7 @@ using torch::lazy::hash_t;
 constexpr auto kLazy = c10::DeviceType::PrivateUse1;
 
 // Where the user's Python stood: a code object (kept alive for ever) and its instruction, or a line as a negative number.
-struct Site {
-  const void* code = nullptr;
-  int32_t lasti = 0;
-};
+struct Site { const void* code = nullptr; int32_t lasti = 0; };
 Site capture_site();
 std::string describe_site(const Site& site);  // takes the GIL
 void set_capture(bool on);
@@ -98,8 +93,9 @@ struct Arg {
 
 struct ArgInfo {
   ArgKind kind;
-  bool writes;
+  bool writes = false;
   bool tensors() const { return kind >= ArgKind::Tensor && kind <= ArgKind::OptTensorList; }
+  bool numbers() const { return kind >= ArgKind::Scalar && kind <= ArgKind::FloatList; }
 };
 
 enum class Recordable : uint8_t { Yes, DataDependent, ReturnsNumber, No };
@@ -194,12 +190,7 @@ class Recorder {
   void hold_back(Trace& trace);
   void settle(std::unique_ptr<Trace> trace, const std::string* error, const std::vector<int32_t>& rest);
   ProgramPtr find(Trace& trace, bool& hit);
-  struct Entry {
-    hash_t trace;
-    std::vector<uint8_t> live;  // the results that the program computes
-    ProgramPtr program;
-    uint64_t last_use = 0;
-  };
+  struct Entry { hash_t trace; std::vector<uint8_t> live; ProgramPtr program; uint64_t last_use = 0; };  // live: what it computes
   std::unique_ptr<Trace> trace_, spare_;
   uint64_t next_id_ = 1, uses_ = 0;
   std::unordered_map<hash_t, Entry, torch::lazy::HashReducer> cache_;
@@ -212,14 +203,13 @@ void record_boxed(const c10::OperatorHandle& op, Stack* stack);  // entry of eve
 
 int device_count();
 void check_index(DeviceIndex i);  // raises where there is no such device
-DeviceIndex current_device();
-void set_current_device(DeviceIndex i);
-c10::DeviceType physical_type();
-c10::Device physical_device(DeviceIndex i);
+DeviceIndex current_device(); void set_current_device(DeviceIndex i);
+c10::DeviceType physical_type(); c10::Device physical_device(DeviceIndex i);
 void synchronize(DeviceIndex i);  // waits for the physical device
 void start_device(bool cuda, int count);
 void beside(DeviceIndex i, bool apart, const std::function<c10::Storage()>& fill);
 void resize_bytes(const c10::Storage& s, size_t n);
+void keep_whole(const std::vector<std::string>& ops);  // records these, where a composite kernel would take them apart
 Buffer* default_generator_buffer(DeviceIndex i);
 Buffer* generator_buffer(const at::Generator& g);
 
@@ -234,11 +224,7 @@ at::Tensor alias_storage(const c10::Storage& s, at::ScalarType dtype, c10::IntAr
 at::Tensor alias_storage(const c10::Storage& s, const at::Tensor& like);
 at::Tensor wrap_physical(const at::Tensor& t, DeviceIndex device);  // a lazy tensor over bytes that exist
 
-struct Limits {
-  int64_t max_ops = 20000, max_bytes = 0;
-  bool eager = false;
-  size_t cache_size = 256;
-};
+struct Limits { int64_t max_ops = 20000, max_bytes = 0; bool eager = false; size_t cache_size = 256; };
 inline Limits limits;
 using Holder = std::function<std::vector<int32_t>(const std::vector<int32_t>&)>;
 inline Holder* holder = nullptr;  // which of the recorded segments wait for one not recorded yet; Python's, kept for ever
@@ -263,19 +249,23 @@ struct PlainDispatch {
   c10::impl::ForceDispatchKeyGuard keys;
   c10::OptionalDeviceGuard device;
 };
+// While it lives, warnings that begin with `prefix` are dropped; the others reach the user.
+struct NoWarnings final : c10::WarningHandler {
+  explicit NoWarnings(const char* p) : prefix(p), user(c10::WarningUtils::get_warning_handler()), guard(this) {}
+  void process(const c10::Warning& w) override { if (w.msg().rfind(prefix, 0) != 0) user->process(w); }
+  const char* prefix;
+  c10::WarningHandler* user;
+  c10::WarningUtils::WarningHandlerGuard guard;
+};
 // Ops that draw without being given a generator use the physical device's default one: lends it our state for the call.
 struct LentState {
   LentState(at::Generator ours, DeviceIndex device);
-  ~LentState();
+  ~LentState() { ours.set_state(theirs.get_state()), theirs.set_state(saved); }
   at::Generator ours, theirs;
   at::Tensor saved;
 };
 // Gives the GIL up while waiting for a lock or running kernels.
-struct GilRelease {
-  GilRelease();
-  ~GilRelease();
-  void* state = nullptr;
-};
+struct GilRelease { GilRelease(); ~GilRelease(); void* state = nullptr; };
 
 inline bool is_tensor(const IValue& v) {
   return v.isTensor() && v.unsafeToTensorImpl() != static_cast<c10::TensorImpl*>(c10::UndefinedTensorImpl::singleton());

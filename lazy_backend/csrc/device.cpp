@@ -25,10 +25,7 @@ thread_local DeviceIndex current_ = 0;
 thread_local c10::StreamId stream_ = 0;  // of the CPU, which runs everything in order: streams there are names
 std::atomic<c10::StreamId> streams_{0};
 
-const c10::impl::VirtualGuardImpl& cuda() {
-  static const c10::impl::VirtualGuardImpl guard(c10::kCUDA);
-  return guard;
-}
+const c10::impl::VirtualGuardImpl& cuda() { static const c10::impl::VirtualGuardImpl guard(c10::kCUDA); return guard; }
 Stream to_physical(const Stream& s) { return Stream(Stream::UNSAFE, Device(c10::kCUDA, s.device_index()), s.id()); }
 Stream to_lazy(const Stream& s) { return Stream(Stream::UNSAFE, Device(kLazy, s.device_index()), s.id()); }
 
@@ -109,14 +106,9 @@ struct Allocator final : c10::Allocator {
     return {b, b, &release_buffer, Device(kLazy, current_)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release_buffer; }
-  void copy_data(void*, const void*, std::size_t) const override {
-    TORCH_CHECK(false, "lazysched: storages are copied through tensors, not raw memory");
-  }
+  void copy_data(void*, const void*, size_t) const override { TORCH_CHECK(false, "storages are copied through tensors"); }
 };
-Allocator* allocator() {
-  static auto* a = new Allocator();
-  return a;
-}
+Allocator* allocator() { static auto* a = new Allocator(); return a; }
 
 // Allocations inside belong to device `i`.
 struct AllocateOn {
@@ -196,8 +188,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 }  // namespace
 
 void start_device(bool cuda, int count) {
-  cuda_ = cuda;
-  count_ = count;
+  cuda_ = cuda, count_ = count;
   at::RegisterPrivateUse1HooksInterface(new Hooks());
   c10::SetAllocator(kLazy, allocator());
 }
@@ -240,10 +231,6 @@ PlainDispatch::PlainDispatch(DeviceIndex i)
 LentState::LentState(at::Generator g, DeviceIndex i)
     : ours(std::move(g)), theirs(at::globalContext().defaultGenerator(physical_device(i))), saved(theirs.get_state()) {
   theirs.set_state(ours.get_state());
-}
-LentState::~LentState() {
-  ours.set_state(theirs.get_state());
-  theirs.set_state(saved);
 }
 
 Buffer* generator_buffer(const at::Generator& g) { return static_cast<Generator*>(g.unsafeGetGeneratorImpl())->buffer.get(); }
@@ -295,8 +282,7 @@ at::Tensor wrap_physical(const at::Tensor& p, DeviceIndex device) {
   const size_t n = p.storage().nbytes();
   AllocateOn here(device);
   c10::Storage s(c10::Storage::use_byte_size_t(), n, allocator()->allocate(n), allocator(), true);
-  buffer_of(s)->physical = count_bytes(p.storage());
-  buffer_of(s)->touched = true;
+  buffer_of(s)->physical = count_bytes(p.storage()), buffer_of(s)->touched = true;
   return alias_storage(s, p);
 }
 
@@ -304,17 +290,15 @@ void resize_bytes(const c10::Storage& s, size_t n) {
   auto* b = buffer_of(s);
   auto& r = recorder(b->device);
   if (r.is_used(b)) r.barrier("storage", "a storage was resized");
-  auto physical = b->physical;
-  if (n == 0) physical = c10::Storage();
+  auto physical = n ? b->physical : c10::Storage();
   if (physical && physical.nbytes() < n) {
     const auto old = bytes_of(physical);
     physical = physical_bytes(n, b->device);
     PlainDispatch plain(b->device);
     bytes_of(physical).narrow(0, 0, old.numel()).copy_(old);
   }
-  std::lock_guard<std::mutex> lock(r.mutex);
-  b->physical = physical;
-  b->nbytes = n;
+  std::lock_guard lock(r.mutex);
+  b->physical = physical, b->nbytes = n;
   s.unsafeGetStorageImpl()->set_nbytes(n);
 }
 

@@ -28,10 +28,7 @@ ProgramPtr Recorder::find(Trace& trace, bool& hit) {
       if (std::equal(live.begin(), live.end(), trace.live.begin(), std::greater_equal<>())) covering = it;
       std::transform(all.begin(), all.end(), live.begin(), all.begin(), std::bit_or<>());
     }
-    if (variants >= kExactVariants) {
-      trace.live = all;
-      found = covering;
-    }
+    if (variants >= kExactVariants) trace.live = all, found = covering;
   }
   hit = found != cache_.end();
   if (!hit) found = cache_.insert_or_assign(key(), Entry{trace.hash, trace.live, compile_trace(trace, index)}).first;
@@ -111,14 +108,14 @@ void Recorder::flush_locked(const char* kind, const std::string& reason, Site si
     if (logger) (*logger)(kind, reason, describe_site(site), ops, milliseconds, hit, order);
   };
   if (!trace) return log(0, 0, false, -1);
-  const size_t ops = trace->instrs.size();
-  bool hit = false;
   stats[kFlushes]++;
   const auto start = Clock::now();
+  const size_t ops = trace->instrs.size();
+  bool hit = false;
   int32_t failed = -1;
+  int64_t order = -1;
   std::exception_ptr error;
   std::string message;
-  int64_t order = -1;
   ProgramPtr program;
   try {
     hold_back(*trace);
@@ -137,15 +134,12 @@ void Recorder::flush_locked(const char* kind, const std::string& reason, Site si
       const auto place = describe_site(site_of(*trace, instr));
       e.add_context("raised by " + instr.op->name + (place.empty() ? "" : ", recorded at " + place));
     }
-    error = std::current_exception();
-    message = e.what_without_backtrace();
+    error = std::current_exception(), message = e.what_without_backtrace();
   } catch (const std::exception& e) {
-    error = std::current_exception();
-    message = e.what();
+    error = std::current_exception(), message = e.what();
   }
   settle(std::move(trace), error ? &message : nullptr, program ? program->rest : std::vector<int32_t>());
-  const auto milliseconds = std::chrono::duration<double, std::milli>(Clock::now() - start).count();
-  log(ops, milliseconds, hit, order);
+  log(ops, std::chrono::duration<double, std::milli>(Clock::now() - start).count(), hit, order);
   if (error) std::rethrow_exception(error);
 }
 

@@ -15,9 +15,7 @@ std::atomic<bool> capture_on{true};
 bool is_library(const char* file) {
   auto starts = [&](const char* prefix) { return std::strncmp(file, prefix, std::strlen(prefix)) == 0; };
   if (file[0] == '<') return starts("<frozen") || starts("<interpreter") || starts("<shim");
-  for (const char* part : {"/torch/", "/lazy_backend/", "/contextlib.py"})
-    if (std::strstr(file, part)) return true;
-  return false;
+  return std::strstr(file, "/torch/") || std::strstr(file, "/lazy_backend/") || std::strstr(file, "/contextlib.py");
 }
 
 // Is this code object the user's? Takes the GIL, once per thread and code object, which lives for ever then: sites name it.

@@ -2,21 +2,17 @@
 // of a graph. Memory that moves from run to run is copied to where the graph reads it; numbers of kernels are set anew.
 #include "runner.h"
 
+#include <c10/util/ScopeExit.h>
+
 #include <algorithm>
 
 namespace lazysched {
-namespace {
 
 constexpr int kMisses = 4;  // captures in vain, before a stretch is left alone
 
-}  // namespace
-
 bool Runner::serve(Program::Graph& g, bool warm) {
   if (!capturer || g.misses >= kMisses || (g.exec && g.stream != stream)) return false;
-  if (g.exec && ready(g)) {
-    replay(g);
-    return true;
-  }
+  if (g.exec && ready(g)) return replay(g), true;
   rebind(g);
   if (!warm) return false;
   try {
@@ -29,8 +25,7 @@ bool Runner::serve(Program::Graph& g, bool warm) {
     g.misses = kMisses;
     return false;
   }
-  replay(g);
-  return true;
+  return replay(g), true;
 }
 
 bool Runner::ready(const Program::Graph& g) const {
@@ -41,9 +36,7 @@ bool Runner::ready(const Program::Graph& g) const {
 
 // Notes what the stretch reads. Memory that lies elsewhere than last time is copied from now on, where that is possible.
 void Runner::rebind(Program::Graph& g) {
-  g.copies.resize(g.reads.size());
-  g.bound.resize(g.reads.size());
-  g.given.clear();
+  g.copies.resize(g.reads.size()), g.bound.resize(g.reads.size()), g.given.clear();
   for (size_t i = 0; i < g.reads.size(); i++) {
     const auto& s = slots[g.reads[i]];
     const auto* before = std::exchange(g.bound[i], s.data());
@@ -53,37 +46,29 @@ void Runner::rebind(Program::Graph& g) {
 }
 
 void Runner::capture(Program::Graph& g) {
-  const auto before = slots;
-  void* const mine = stream;
+  const auto restore = c10::make_scope_exit([&, before = slots, mine = stream] {
+    slots = before, stream = mine, captured = nullptr, step = g.first;
+  });
+  g.stream = stream;
   g.exec.reset(), g.owner.reset(), g.made.clear(), g.kernels.clear();
   for (size_t i = 0; i < g.reads.size(); i++) if (g.copies[i]) slots[g.reads[i]] = g.copies[i];
-  auto restore = [&] { slots = before, stream = mine, captured = nullptr, step = g.first; };
   void *graph = nullptr, *exec = nullptr;
-  try {
-    std::tie(graph, g.owner) = (*capturer)(device, [&](void* other) {
-      stream = other, captured = &g;
-      for (step = g.first; step < g.last; step++) run_step();
-    });
-    driver_check(driver<int(void**, void*, uint64_t)>("cuGraphInstantiateWithFlags")(&exec, graph, 0), "making a CUDA graph");
-  } catch (...) {
-    restore();
-    throw;
-  }
+  std::tie(graph, g.owner) = (*capturer)(device, [&](void* other) {
+    stream = other, captured = &g;
+    for (step = g.first; step < g.last; step++) run_step();
+  });
+  check_driver(lazysched_make_graph(&exec, graph), "making a CUDA graph");
+  g.exec = std::shared_ptr<void>(exec, &lazysched_drop_graph);
   for (int32_t slot : g.makes) g.made.push_back(slots[slot]);
-  restore();
-  g.exec = std::shared_ptr<void>(exec, [](void* e) { driver<int(void*)>("cuGraphExecDestroy")(e); });
-  g.stream = stream;
 }
 
 void Runner::note_kernel(const Program::Launch& l) {
   if (std::all_of(l.args.begin(), l.args.end(), [](const auto& a) { return a.fixed(); })) return;
-  int status = 0;
-  void* const* last = nullptr;  // what the next launch would wait for: the kernel that was just launched
+  void* last = nullptr;  // what the next launch would wait for: the kernel that was just launched
   size_t n = 0;
-  driver_check(driver<int(void*, int*, uint64_t*, void**, void* const**, size_t*)>("cuStreamGetCaptureInfo_v2")(
-                   stream, &status, nullptr, nullptr, &last, &n), "looking at a capture");
+  check_driver(lazysched_last_captured(stream, &last, &n), "looking at a capture");
   TORCH_CHECK(n == 1, "a launch left ", n, " loose ends");
-  captured->kernels.push_back({step, *last, words});
+  captured->kernels.push_back({step, last, words});
 }
 
 void Runner::replay(Program::Graph& g) {
@@ -107,14 +92,10 @@ void Runner::replay(Program::Graph& g) {
       changed |= std::exchange(k.words[i], word) != word;
     }
     if (!changed) continue;
-    // CUDA_KERNEL_NODE_PARAMS
-    struct { void* function; unsigned grid[3], block[3], shared; void **params, **extra; void *kernel, *context; } node = {
-        l.function, {l.grid[0], l.grid[1], l.grid[2]}, {l.threads, 1, 1}, l.shared, pointers(k.words), nullptr, nullptr, nullptr};
-    static auto* const set = driver<int(void*, void*, const void*)>("cuGraphExecKernelNodeSetParams_v2");
-    driver_check(set(g.exec.get(), k.node, &node), "setting a kernel's numbers");
+    check_driver(lazysched_set_kernel(g.exec.get(), k.node, l.function, l.grid.data(), l.threads, l.shared, pointers(k.words)),
+                 "setting a kernel's numbers");
   }
-  static auto* const launch = driver<int(void*, void*)>("cuGraphLaunch");
-  driver_check(launch(g.exec.get(), stream), "a graph's launch");
+  check_driver(lazysched_run_graph(g.exec.get(), stream), "a graph's launch");
   stats[kReplays]++;
   if (++g.served % 64 == 0) g.misses = 0;
   for (size_t i = 0; i < g.makes.size(); i++) slots[g.makes[i]] = g.made[i];

@@ -4,28 +4,8 @@
 #include <shared_mutex>
 
 namespace lazysched {
-namespace {
 
-using InferencePtr = std::shared_ptr<const Inference>;
 constexpr size_t kRemembered = 100000;
-
-// What the user did wrong is said when the op itself is recorded or run.
-struct Silent final : c10::WarningHandler {
-  void process(const c10::Warning&) override {}
-};
-
-InferencePtr infer(const OpInfo& op, const IValue* args, DeviceIndex device) {
-  PlainDispatch plain(device);
-  Silent silent;
-  c10::WarningUtils::WarningHandlerGuard warnings(&silent);
-  stats[kInfers]++;
-  auto result = std::make_shared<Inference>();
-  // index_put_: Meta refuses masks, but the result is `self` anyhow
-  if (!op.indexing || !boolean_index(op, args)) infer_in_python(op, args, device, *result);
-  return result;
-}
-
-}  // namespace
 
 bool boolean_index(const OpInfo& op, const IValue* args) {
   bool found = false;
@@ -37,17 +17,22 @@ bool boolean_index(const OpInfo& op, const IValue* args) {
 
 std::shared_ptr<const Inference> inference(const OpInfo& op, const IValue* args, hash_t call, DeviceIndex device) {
   static auto* mutex = new std::shared_mutex();
-  static auto* table = new std::unordered_map<hash_t, InferencePtr, torch::lazy::HashReducer>();
+  static auto* table = new std::unordered_map<hash_t, std::shared_ptr<const Inference>, torch::lazy::HashReducer>();
   {
     std::shared_lock<std::shared_mutex> lock(*mutex);
     auto it = table->find(call);
     if (it != table->end()) return it->second;
   }
-  auto known = infer(op, args, device);
+  stats[kInfers]++;
+  auto known = std::make_shared<Inference>();
+  if (!op.indexing || !boolean_index(op, args)) {  // index_put_: Meta refuses masks, but the result is `self` anyhow
+    PlainDispatch plain(device);
+    NoWarnings quiet("");  // what the user did wrong is said when the op itself is recorded or run
+    infer_in_python(op, args, device, *known);
+  }
   std::unique_lock<std::shared_mutex> lock(*mutex);
   if (table->size() > kRemembered) table->clear();
-  (*table)[call] = known;
-  return known;
+  return (*table)[call] = known;
 }
 
 }  // namespace lazysched

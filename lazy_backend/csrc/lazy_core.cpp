@@ -20,11 +20,7 @@ struct Executor final : LazyGraphExecutor {
     GilRelease nogil;
     for (auto& r : recorders())
       if (!device || device->ordinal() == r->index) r->barrier("mark_step", "torch._lazy.mark_step()");
-    for (auto& r : recorders()) {
-      if (!wait) continue;
-      r->barrier("wait", "wait_device_ops()");
-      synchronize(r->index);
-    }
+    if (wait) for (auto& r : recorders()) r->barrier("wait", "wait_device_ops()"), synchronize(r->index);
   }
   void MarkStep(const BackendDevice&) override { count("MarkStep"); }
 };

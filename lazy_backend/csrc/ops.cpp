@@ -4,7 +4,6 @@
 #include <ATen/Functions.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/NativeFunctions.h>
-#include <ATen/TensorOperators.h>
 #include <ATen/native/DispatchStub.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/native/transformers/sdp_utils_cpp.h>
@@ -17,11 +16,8 @@ namespace {
 using at::Tensor;
 using std::optional;
 
-DeviceIndex index_of(const optional<at::Device>& d) {
-  const auto index = d && d->has_index() ? d->index() : current_device();
-  recorder(index);  // raises where there is no such device
-  return index;
-}
+// Raises where there is no such device.
+DeviceIndex index_of(const optional<at::Device>& d) { return recorder(d ? d->index() : current_device()).index; }
 
 void check_layout(const optional<at::Layout>& layout) {
   TORCH_CHECK_NOT_IMPLEMENTED(!layout || *layout == at::kStrided, "lazysched: only strided tensors are recorded, got ", *layout);
@@ -60,15 +56,13 @@ const Tensor& copy_in(const Tensor& dst, const Tensor& src, bool non_blocking) {
   });
   const auto bytes = count_bytes(staged.storage());
   const bool whole = dense && !dst.is_neg() && !dst.is_conj() && dst.storage_offset() == 0;
-  {
-    std::lock_guard<std::mutex> lock(recorder(index).mutex);
-    auto* b = buffer_of(dst);
-    if (whole && !b->touched && bytes.nbytes() == b->nbytes) {
-      b->physical = bytes;
-      b->touched = true;
-      return dst;
-    }
+  std::unique_lock lock(recorder(index).mutex);
+  auto* b = buffer_of(dst);
+  if (whole && !b->touched && bytes.nbytes() == b->nbytes) {
+    b->physical = bytes, b->touched = true;
+    return dst;
   }
+  lock.unlock();
   record_copy(dst, wrap_physical(staged, index));
   return dst;
 }
@@ -86,8 +80,7 @@ Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking) {
   GilRelease nogil;
   if (in) return copy_in(dst, src, non_blocking);
   PlainDispatch plain;
-  dst.copy_(src, non_blocking);
-  return dst;
+  return dst.copy_(src, non_blocking);
 }
 
 at::Scalar local_scalar_dense(const Tensor& self) {
@@ -166,44 +159,12 @@ int64_t sdp_choice_stub(const Tensor& q, const Tensor& k, const Tensor& v, Mask 
   return static_cast<int64_t>(q.is_nested() ? Backend::math : sdp_choice(q, k, v, mask, p, causal, scale, gqa));
 }
 
-// CUDA counts integers too, and libraries choose this op for every device but the CPU.
-Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
-  const bool cast = physical_type() == c10::kCPU && at::isIntegralType(self.scalar_type(), /*includeBool=*/false);
-  auto counts = at::empty({bins}, cast ? self.options().dtype(at::kDouble) : self.options());
-  return at::histc_out(counts, self.to(counts.scalar_type()), bins, min, max).to(self.scalar_type());
-}
-
-// The CPU's dropout draws through bernoulli_, CUDA's through one fused op: each gives the numbers its eager form gives.
-Tensor dropout(const Tensor& input, double p, bool train) {
-  if (physical_type() == c10::kCUDA || p == 0 || !train || input.numel() == 0) return at::native::dropout(input, p, train);
-  TORCH_CHECK(p >= 0 && p <= 1, "dropout probability has to be between 0 and 1, but got ", p);
-  if (p == 1) return input.mul(at::zeros({}, input.options()));
-  auto noise = at::empty_like(input).bernoulli_(1 - p).div_(1 - p);
-  return input * noise;
-}
-
-// at::native keeps channels last for our device, which the kernel for CUDA does not take.
-Tensor group_norm(const Tensor& x, int64_t groups, Mask weight, Mask bias, double eps, bool cudnn) {
-  return at::native::group_norm(physical_type() == c10::kCUDA ? x.contiguous() : x, groups, weight, bias, eps, cudnn);
-}
-
-// Ops with a composite kernel that would fall apart before it reaches us, or takes our memory for the CPU's.
-void keep_whole(torch::Library& m) {
-  auto boxed = [&](const std::string& name) { m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&record_boxed>()); };
-  for (const char* name :
-       {"native_layer_norm", "native_group_norm", "convolution", "convolution_backward", "binary_cross_entropy_with_logits",
-        "silu_backward", "mish_backward", "native_channel_shuffle", "_convolution", "_grouped_mm", "_linalg_svd", "pixel_shuffle",
-        "pixel_unshuffle", "addr", "addr_", "addr.out", "narrow_copy", "mode", "mode.values", "conj_physical_",
-        "conj_physical.out", "_grid_sampler_2d_cpu_fallback", "_grid_sampler_2d_cpu_fallback_backward", "choose_qparams_optimized",
-        "_saturate_weight_to_fp16", "all.dims_out", "any.dims_out"})
-    boxed(name);
-  for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
-    if (name.name.rfind("aten::_foreach_", 0) != 0 && name.name.rfind("aten::_sobol_engine", 0) != 0) continue;
-    boxed(name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name));
-  }
-}
-
 }  // namespace
+
+void keep_whole(const std::vector<std::string>& ops) {
+  static auto* library = new torch::Library(MAKE_TORCH_LIBRARY_IMPL(aten, PrivateUse1));
+  for (const auto& op : ops) library->impl(op.c_str(), torch::CppFunction::makeFromBoxedFunction<&record_boxed>());
+}
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty_memory_format);
@@ -218,15 +179,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", [](Tensor& self, at::Storage source) -> Tensor& { return at::native::set_(self, source); });
   m.impl("set_.source_Tensor", TORCH_FN(at::native::set_tensor_));
   m.impl("is_set_to", TORCH_FN(at::native::is_set_to));
-  m.impl("histc", histc);
-  m.impl("_lazy_clone", [](const Tensor& self) { return self.clone(); });  // memory is shared by layouts here, not by pages
-  keep_whole(m);
 }
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
-  m.impl("scaled_dot_product_attention", sdpa);
-  m.impl("dropout", dropout);
-  m.impl("group_norm", group_norm);
-}
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) { m.impl("scaled_dot_product_attention", sdpa); }
 // copy_ resolves conjugate and negative bits itself; their fallbacks would clone, which copies again.
 TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
@@ -234,6 +188,4 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromB
 
 }  // namespace lazysched
 
-namespace at::native {
-REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &lazysched::sdp_choice_stub);
-}
+namespace at::native { REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &lazysched::sdp_choice_stub); }

@@ -1,27 +1,16 @@
 // Runs a program. At every barrier.
 #include "runner.h"
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/ScopeExit.h>
 
 namespace lazysched {
-namespace {
 
 constexpr int64_t kWarmRuns = 2;  // before a stretch is captured: libraries make their handles, and memory settles
 
-// An out= call may resize its output on the way to the shape it had; what a user did wrong was said when recording.
-struct QuietResize final : c10::WarningHandler {
-  explicit QuietResize(c10::WarningHandler* user) : user_(user) {}
-  void process(const c10::Warning& w) override {
-    if (w.msg().rfind("An output with one or more elements was resized", 0) != 0) user_->process(w);
-  }
-  c10::WarningHandler* user_;
-};
-
-}  // namespace
-
 void Program::run(Trace& trace, DeviceIndex device, int32_t& failed) {
   PlainDispatch plain(device);
-  QuietResize quiet(c10::WarningUtils::get_warning_handler());
-  c10::WarningUtils::WarningHandlerGuard warnings(&quiet);
+  // An out= call may resize its output on the way to the shape it had; what a user did wrong was said when recording.
+  NoWarnings quiet("An output with one or more elements was resized");
   const auto stream = [&] {
     const c10::impl::VirtualGuardImpl cuda(c10::kCUDA);
     const auto current = cuda.getStream(physical_device(device));
@@ -38,28 +27,18 @@ void Program::run(Trace& trace, DeviceIndex device, int32_t& failed) {
   }
   runs++;
   size_t& at = runner.step;
-  auto hand_out = [&] {
+  const auto hand_out = c10::make_scope_exit([&] {  // what was ready before something failed, too
     for (auto [buffer, slot, ready] : outputs)
       if (ready < static_cast<int32_t>(at)) trace.buffers[buffer]->physical = runner.slots[slot];
-  };
-  try {
-    size_t next = 0;
-    while (at < steps.size()) {
-      while (next < graphs.size() && graphs[next].first < at) next++;
-      if (next < graphs.size() && graphs[next].first == at && runner.serve(graphs[next], runs > kWarmRuns)) {
-        at = graphs[next].last;
-        continue;
-      }
-      failed = steps[at].instr;
-      runner.run_step();
-      at++;
-    }
-  } catch (...) {
-    hand_out();
-    throw;
+  });
+  size_t next = 0;
+  while (at < steps.size()) {
+    while (next < graphs.size() && graphs[next].first < at) next++;
+    const bool graph = next < graphs.size() && graphs[next].first == at;
+    if (graph && runner.serve(graphs[next], runs > kWarmRuns)) at = graphs[next].last;
+    else failed = steps[at].instr, runner.run_step(), at++;
   }
   failed = -1;
-  hand_out();
 }
 
 }  // namespace lazysched

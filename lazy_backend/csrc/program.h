@@ -2,7 +2,6 @@
 #pragma once
 #include "core.h"
 
-#include <functional>
 #include <variant>
 
 namespace lazysched {
@@ -19,12 +18,7 @@ struct Program {
     int64_t value;  // the pointer's byte offset, how many numbers are drawn, or a constant
     bool fixed() const { return kind == Pointer || (kind <= Integer && index < 0); }
   };
-  struct Launch {
-    void* function;
-    std::array<uint32_t, 3> grid;
-    uint32_t threads, shared;
-    std::vector<LaunchArg> args;
-  };
+  struct Launch { void* function; std::array<uint32_t, 3> grid; uint32_t threads, shared; std::vector<LaunchArg> args; };
   struct Alloc { int32_t slot; size_t nbytes; };
   struct Part { int32_t slot, whole; size_t offset, nbytes; };  // of another slot's memory
   struct Free { int32_t slot; };

@@ -34,12 +34,10 @@ enum Word : uint64_t {
 constexpr uint64_t kList = 0x100, kLayout = 0x200;
 
 void add_layout(const c10::TensorImpl* t, std::vector<uint64_t>& words) {
-  const auto sizes = t->sizes(), strides = t->strides();
   const uint64_t flags = (t->is_conj() ? 1 : 0) | (t->is_neg() ? 2 : 0);
   const auto dtype = static_cast<uint64_t>(t->dtype().toScalarType());
-  words.push_back(kLayout | sizes.size() << 32 | dtype << 24 | flags << 16);
-  words.insert(words.end(), sizes.begin(), sizes.end());
-  words.insert(words.end(), strides.begin(), strides.end());
+  words.push_back(kLayout | static_cast<uint64_t>(t->dim()) << 32 | dtype << 24 | flags << 16);
+  for (auto shape : {t->sizes(), t->strides()}) words.insert(words.end(), shape.begin(), shape.end());
   words.push_back(static_cast<uint64_t>(t->storage_offset()));
 }
 
@@ -67,10 +65,8 @@ void add_const(const IValue& v, std::vector<uint64_t>& words) {
   words.push_back(kind);
   if (kind == kInt) words.push_back(static_cast<uint64_t>(v.toInt()));
   if (kind == kDouble) words.push_back(std::bit_cast<uint64_t>(v.toDouble()));
-  if (kind == kComplex) {
-    words.push_back(std::bit_cast<uint64_t>(v.toComplexDouble().real()));
-    words.push_back(std::bit_cast<uint64_t>(v.toComplexDouble().imag()));
-  }
+  if (kind == kComplex)
+    for (double part : {v.toComplexDouble().real(), v.toComplexDouble().imag()}) words.push_back(std::bit_cast<uint64_t>(part));
   if (kind != kOther) return;
   std::ostringstream text;  // rare kinds (strings, layouts): their printed form is their identity
   text << v.tagKind() << v;
@@ -92,32 +88,18 @@ hash_t hash_call(const OpInfo& op, const IValue* args) {
   for (size_t i = 0; i < op.args.size(); i++) {
     const auto& v = args[i];
     const auto kind = op.args[i].kind;
-    switch (kind) {
-      case ArgKind::Tensor: add_tensor(v, words); break;
-      case ArgKind::TensorList:
-      case ArgKind::OptTensorList:
-        words.push_back(v.isNone() ? kNone : kList | v.toListRef().size() << 32);
-        if (!v.isNone()) for (const auto& e : v.toListRef()) add_tensor(e, words);
-        break;
-      case ArgKind::Scalar:
-      case ArgKind::Exponent:
-      case ArgKind::ScalarList:
-      case ArgKind::FloatList:
-        if (is_const(kind, v)) { add_const(v, words); break; }
-        words.push_back(kNumber | elements(v).size() << 32);
-        for (const auto& e : elements(v)) words.push_back(e.isBool() ? kTrue : kind_of(e));
-        break;
-      case ArgKind::Generator: words.push_back(v.isNone() ? kNone : kGenerator); break;
-      case ArgKind::Device: words.push_back(kDevice); break;
-      default: add_const(v, words);
-    }
+    if (kind == ArgKind::Tensor) add_tensor(v, words);
+    else if (op.args[i].tensors()) {
+      words.push_back(v.isNone() ? kNone : kList | v.toListRef().size() << 32);
+      if (!v.isNone()) for (const auto& e : v.toListRef()) add_tensor(e, words);
+    } else if (op.args[i].numbers() && !is_const(kind, v)) {
+      words.push_back(kNumber | elements(v).size() << 32);
+      for (const auto& e : elements(v)) words.push_back(e.isBool() ? kTrue : kind_of(e));
+    } else if (kind == ArgKind::Generator) words.push_back(v.isNone() ? kNone : kGenerator);
+    else if (kind == ArgKind::Device) words.push_back(kDevice);
+    else add_const(v, words);
   }
   return torch::lazy::HashBlock(words.data(), words.size() * sizeof(uint64_t), hash_t(static_cast<uint64_t>(7)));
-}
-
-[[noreturn]] void mixed_devices(const OpInfo& op, const c10::Device& a, const c10::Device& b) {
-  TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ", a, " and ", b,
-              "! (when recording ", op.name, ")");
 }
 
 // The device of the op's lazy tensors; checks that nothing else but 0-d CPU tensors is mixed in.
@@ -128,10 +110,8 @@ DeviceIndex common_device(const OpInfo& op, const IValue* args) {
     const auto device = t.device();
     const bool scalar = device.is_cpu() && t.dim() == 0 && t.layout() == at::kStrided && op.args[i].kind == ArgKind::Tensor &&
                         !op.args[i].writes;
-    if (device.type() != kLazy && !scalar) foreign = device;
-    if (device.type() != kLazy) return;
-    if (found >= 0 && found != device.index()) mixed_devices(op, c10::Device(kLazy, found), device);
-    found = device.index();
+    if (device.type() == kLazy && (found < 0 || found == device.index())) found = device.index();
+    else if (!scalar) foreign = device;
   });
   for (size_t i = 0; i < op.args.size(); i++) {
     const auto& v = args[i];
@@ -141,7 +121,8 @@ DeviceIndex common_device(const OpInfo& op, const IValue* args) {
     if (found < 0 && v.isDevice() && v.toDevice().type() == kLazy && v.toDevice().has_index()) found = v.toDevice().index();
   }
   if (found < 0) found = current_device();
-  if (foreign) mixed_devices(op, c10::Device(kLazy, found), *foreign);
+  TORCH_CHECK(!foreign, "Expected all tensors to be on the same device, but found at least two devices, ", c10::Device(kLazy, found),
+              " and ", *foreign, "! (when recording ", op.name, ")");
   return found;
 }
 
@@ -164,8 +145,7 @@ void move_indices(const OpInfo& op, IValue* args) {
 void Trace::reset(uint64_t new_id) {
   auto clear = [](auto&... all) { (all.clear(), ...); };  // memory is kept for the next recording
   clear(instrs, args, operands, dims, scalars, buffers, kinds, live, held, needed);
-  id = new_id;
-  held_bytes = 0;
+  id = new_id, held_bytes = 0;
   hash = hash_t(static_cast<uint64_t>(0x1a2f5c));
 }
 
@@ -173,11 +153,8 @@ int32_t Trace::number(Buffer* b, std::vector<uint64_t>& words) {
   if (b->trace == id) return b->index;
   const bool known = b->physical || b->pending_in;
   const auto kind = b->generator.defined() ? BufferKind::Generator : known ? BufferKind::Input : BufferKind::Fresh;
-  b->trace = id;
-  b->index = static_cast<int32_t>(buffers.size());
-  b->touched = true;
-  buffers.push_back(BufferPtr::reclaim_copy(b));
-  kinds.push_back(kind);
+  b->trace = id, b->index = static_cast<int32_t>(buffers.size()), b->touched = true;
+  buffers.push_back(BufferPtr::reclaim_copy(b)), kinds.push_back(kind);
   if (kind == BufferKind::Fresh && b->owned) held_bytes += static_cast<int64_t>(b->nbytes);
   words.push_back((static_cast<uint64_t>(kind) << 56) | b->nbytes);
   return b->index;
@@ -190,57 +167,36 @@ int32_t Trace::use(Buffer* b, bool writes, std::vector<uint64_t>& words) {
 }
 
 Operand Trace::operand(const c10::TensorImpl* t, bool writes, std::vector<uint64_t>& words) {
-  Operand o{use(buffer_of(t->unsafe_storage()), writes, words), static_cast<int32_t>(dims.size()), static_cast<int16_t>(t->dim()), t->dtype().toScalarType(),
-            t->is_conj(), t->is_neg(), t->storage_offset()};
-  dims.insert(dims.end(), t->sizes().begin(), t->sizes().end());
-  dims.insert(dims.end(), t->strides().begin(), t->strides().end());
+  const int32_t buffer = use(buffer_of(t->unsafe_storage()), writes, words);
+  Operand o{buffer, static_cast<int32_t>(dims.size()), static_cast<int16_t>(t->dim()), t->dtype().toScalarType(), t->is_conj(),
+            t->is_neg(), t->storage_offset()};
+  for (auto shape : {t->sizes(), t->strides()}) dims.insert(dims.end(), shape.begin(), shape.end());
   return o;
 }
 
 void Trace::add_arg(const ArgInfo& info, const IValue& v, Instr& instr, std::vector<uint64_t>& words) {
   Arg& arg = args.emplace_back();
-  switch (info.kind) {
-    case ArgKind::Tensor:
-      if (!is_tensor(v)) {
-        arg.value = v;  // None or an undefined tensor: which of the two the op wants depends on its schema
-        break;
-      }
-      if (v.unsafeToTensorImpl()->device_type() != kLazy) {
-        arg = {ArgKind::HostScalar, v.unsafeToTensorImpl()->is_wrapped_number(), v.toTensor().scalar_type(),
-               static_cast<int32_t>(scalars.size()), 1, {}};
-        scalars.emplace_back(at::native::_local_scalar_dense_cpu(v.toTensor()));
-        break;
-      }
-      [[fallthrough]];
-    case ArgKind::TensorList:
-    case ArgKind::OptTensorList:
-      if (v.isNone()) break;
-      arg.kind = info.kind;
-      arg.first = static_cast<int32_t>(operands.size());
-      for (const auto& e : elements(v))
-        operands.push_back(is_tensor(e) ? operand(e.unsafeToTensorImpl(), info.writes, words) : Operand());
-      arg.count = static_cast<int32_t>(operands.size()) - arg.first;
-      break;
-    case ArgKind::Scalar:
-    case ArgKind::Exponent:
-    case ArgKind::ScalarList:
-    case ArgKind::FloatList:
-      if (is_const(info.kind, v)) {
-        arg.value = v;
-        break;
-      }
-      arg.kind = info.kind == ArgKind::Exponent ? ArgKind::Scalar : info.kind;
-      arg.first = static_cast<int32_t>(scalars.size());
-      for (const auto& e : elements(v)) scalars.push_back(e);
-      arg.count = static_cast<int32_t>(scalars.size()) - arg.first;
-      break;
-    case ArgKind::Generator:
-      arg.kind = ArgKind::Generator;
-      if (!v.isNone()) instr.generator = number(generator_buffer(v.toGenerator()), words);
-      break;
-    case ArgKind::Device: arg.kind = ArgKind::Device; break;
-    default: arg.value = v;
-  }
+  const auto* tensor = info.kind == ArgKind::Tensor && is_tensor(v) ? v.unsafeToTensorImpl() : nullptr;
+  auto add_all = [&](ArgKind kind, const auto& all, auto&& add) {
+    arg.kind = kind, arg.first = static_cast<int32_t>(all.size());
+    for (const auto& e : elements(v)) add(e);
+    arg.count = static_cast<int32_t>(all.size()) - arg.first;
+  };
+  if (tensor && tensor->device_type() != kLazy) {
+    const auto first = static_cast<int32_t>(scalars.size());
+    arg = {ArgKind::HostScalar, tensor->is_wrapped_number(), v.toTensor().scalar_type(), first, 1, {}};
+    scalars.emplace_back(at::native::_local_scalar_dense_cpu(v.toTensor()));
+  } else if (tensor || (info.tensors() && info.kind != ArgKind::Tensor && !v.isNone())) {
+    add_all(info.kind, operands, [&](const IValue& e) {
+      operands.push_back(is_tensor(e) ? operand(e.unsafeToTensorImpl(), info.writes, words) : Operand());
+    });
+  } else if (info.numbers() && !is_const(info.kind, v)) {
+    const auto kind = info.kind == ArgKind::Exponent ? ArgKind::Scalar : info.kind;
+    add_all(kind, scalars, [&](const IValue& e) { scalars.push_back(e); });
+  } else if (info.kind == ArgKind::Generator || info.kind == ArgKind::Device) {
+    arg.kind = info.kind;
+    if (v.isGenerator()) instr.generator = number(generator_buffer(v.toGenerator()), words);
+  } else arg.value = v;  // of tensors None or an undefined one: which of the two the op wants depends on its schema
 }
 
 void Trace::add_instr(const Instr& instr, std::vector<uint64_t>& words) {
@@ -264,7 +220,7 @@ void Trace::replay(const Trace& from, const Instr& in) {
   for (size_t i = 0; i < in.op->args.size(); i++) {
     const Arg& arg = from.args[in.args + i];
     args.push_back(arg);
-    const bool tensors = arg.kind >= ArgKind::Tensor && arg.kind <= ArgKind::OptTensorList;
+    const bool tensors = ArgInfo{arg.kind}.tensors();
     args.back().first = static_cast<int32_t>(tensors ? operands.size() : scalars.size());
     for (int32_t k = arg.first; k < arg.first + arg.count; k++)
       if (tensors) add(k, in.op->args[i].writes);
@@ -295,18 +251,9 @@ Recorder& recorder(DeviceIndex i) {
   return *recorders()[i];
 }
 
-bool Recorder::is_pending(const Buffer* b) {
-  std::lock_guard<std::mutex> lock(mutex);
-  return b->pending_in != 0;
-}
-bool Recorder::is_used(const Buffer* b) {
-  std::lock_guard<std::mutex> lock(mutex);
-  return b->pending_in != 0 || b->trace == trace_->id;
-}
-Trace Recorder::copy() {
-  std::lock_guard<std::mutex> lock(mutex);
-  return *trace_;
-}
+bool Recorder::is_pending(const Buffer* b) { std::lock_guard lock(mutex); return b->pending_in != 0; }
+bool Recorder::is_used(const Buffer* b) { std::lock_guard lock(mutex); return b->pending_in != 0 || b->trace == trace_->id; }
+Trace Recorder::copy() { std::lock_guard lock(mutex); return *trace_; }
 
 void Recorder::on_storage_death(Buffer* b) {
   std::lock_guard<std::mutex> lock(mutex);
@@ -380,17 +327,13 @@ const char* Recorder::append(const OpInfo& op, const IValue* args, c10::ArrayRef
     lent |= buffer_of(t)->is_lent();
   });
   Trace& t = *trace_;
-  Instr instr{&op, static_cast<int32_t>(t.args.size())};
-  instr.site = site;
-  instr.sequence = static_cast<int64_t>(at::sequence_number::peek());
-  instr.backward = node ? static_cast<int64_t>(node->sequence_nr()) : -1;
-  instr.segment = segment;
-  instr.call = call;
+  Instr instr{.op = &op, .args = static_cast<int32_t>(t.args.size()), .n_outs = static_cast<int32_t>(outs.size()), .site = site,
+              .sequence = static_cast<int64_t>(at::sequence_number::peek()),
+              .backward = node ? static_cast<int64_t>(node->sequence_nr()) : -1, .segment = segment, .call = call};
   for (size_t i = 0; i < op.args.size(); i++) t.add_arg(op.args[i], args[i], instr, words);
   if (op.random)
     instr.generator = t.use(instr.generator < 0 ? default_generator_buffer(index) : t.buffers[instr.generator].get(), true, words);
   instr.outs = static_cast<int32_t>(t.operands.size());
-  instr.n_outs = static_cast<int32_t>(outs.size());
   for (const auto& o : outs) t.operands.push_back(o.defined() ? t.operand(o.unsafeGetTensorImpl(), true, words) : Operand());
   t.add_instr(instr, words);
   stats[kRecorded]++;
@@ -404,13 +347,11 @@ void record_boxed(const c10::OperatorHandle& handle, Stack* stack) {
   IValue* args = stack->data() + stack->size() - op.args.size();
   if (op.indexing) move_indices(op, args);
   auto& r = recorder(common_device(op, args));
-  switch (op.masks_matter && !boolean_index(op, args) ? Recordable::Yes : op.recordable) {
-    case Recordable::Yes: return r.record(op, stack);
-    case Recordable::DataDependent:
-      return r.run_now(op, stack, "data_dependent_shape", op.name + ": its result depends on the values");
-    case Recordable::ReturnsNumber: return r.run_now(op, stack, "value_access", op.name + " returns a Python value");
-    default: return r.run_now(op, stack, "unrecordable", op.name + " cannot be recorded");
-  }
+  const auto how = op.masks_matter && !boolean_index(op, args) ? Recordable::Yes : op.recordable;
+  if (how == Recordable::Yes) return r.record(op, stack);
+  if (how == Recordable::ReturnsNumber) return r.run_now(op, stack, "value_access", op.name + " returns a Python value");
+  if (how == Recordable::No) return r.run_now(op, stack, "unrecordable", op.name + " cannot be recorded");
+  r.run_now(op, stack, "data_dependent_shape", op.name + ": its result depends on the values");
 }
 
 // Must the recording run before an op that cannot be recorded? `needed`: what it reads, where it writes nothing.
@@ -434,8 +375,7 @@ void Recorder::adopt(const at::Tensor& t, const at::Tensor& p) {
   auto* b = buffer_of(t);
   std::lock_guard<std::mutex> lock(mutex);
   if (t.sizes() == p.sizes() && t.strides() == p.strides() && p.storage().nbytes() <= b->nbytes) return;
-  b->physical = p.storage();
-  b->nbytes = p.storage().nbytes();
+  b->physical = p.storage(), b->nbytes = p.storage().nbytes();
   t.storage().unsafeGetStorageImpl()->set_nbytes(b->nbytes);
   t.unsafeGetTensorImpl()->set_sizes_and_strides(p.sizes(), p.strides());
 }
@@ -511,8 +451,7 @@ at::Tensor Recorder::materialise(const at::Tensor& t, const char* kind, const st
   lock.unlock();
   auto physical = physical_bytes(n, index);  // nothing wrote it yet: torch.empty
   lock.lock();
-  b->touched = true;
-  b->physical = physical;
+  b->touched = true, b->physical = physical;
   return alias_storage(physical, t);
 }
 

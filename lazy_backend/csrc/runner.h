@@ -4,28 +4,22 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/record_function.h>
-#include <dlfcn.h>
 
 #include <bit>
 
 namespace lazysched {
 
-// The driver is found at run time, so that the core builds without CUDA.
-template <class F>
-F* driver(const char* name) {
-  void* lib = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
-  TORCH_CHECK(lib, "lazysched: libcuda.so.1 cannot be loaded: ", dlerror());
-  auto* function = reinterpret_cast<F*>(dlsym(lib, name));
-  TORCH_CHECK(function, "lazysched: libcuda.so.1 has no ", name);
-  return function;
+// NVIDIA's driver, in driver.c. Each returns null, or what went wrong.
+extern "C" {
+const char* lazysched_launch(void* function, const uint32_t* grid, uint32_t threads, uint32_t shared, void* stream, void** args);
+const char* lazysched_last_captured(void* stream, void** node, size_t* count);
+const char* lazysched_make_graph(void** exec, void* graph);
+void lazysched_drop_graph(void* exec);
+const char* lazysched_set_kernel(void* exec, void* node, void* function, const uint32_t* grid, uint32_t threads, uint32_t shared,
+                                 void** args);
+const char* lazysched_run_graph(void* exec, void* stream);
 }
-
-inline void driver_check(int code, const char* what) {
-  if (!code) return;
-  const char* text = nullptr;
-  driver<int(int, const char**)>("cuGetErrorString")(code, &text);
-  TORCH_CHECK(false, what, " failed: ", text ? text : std::to_string(code));
-}
+inline void check_driver(const char* error, const char* what) { TORCH_CHECK(!error, what, " failed: ", error); }
 
 struct Runner {
   Trace& trace;
@@ -166,13 +160,10 @@ struct Runner {
   }
 
   void run(const Program::Launch& l, int32_t) {
-    static auto* const launch = driver<int(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*,
-                                           void**, void**)>("cuLaunchKernel");
     words.assign(l.args.size() + kScratch, 0);
     for (size_t i = 0; i < l.args.size(); i++)
       if (!captured || l.args[i].fixed()) words[i] = launch_word(l.args[i]);
-    const auto& [x, y, z] = l.grid;
-    driver_check(launch(l.function, x, y, z, l.threads, 1, 1, l.shared, stream, pointers(words), nullptr), "a kernel's launch");
+    check_driver(lazysched_launch(l.function, l.grid.data(), l.threads, l.shared, stream, pointers(words)), "a kernel's launch");
     if (captured) note_kernel(l);
   }
 
@@ -204,7 +195,6 @@ struct Runner {
   bool serve(Program::Graph& g, bool warm);  // runs the stretch as a graph, if that is possible
   bool ready(const Program::Graph& g) const;
   void rebind(Program::Graph& g);
-  void part(Program::Graph& g, size_t bad, const char* why);
   void capture(Program::Graph& g);
   void replay(Program::Graph& g);
   void note_kernel(const Program::Launch& l);
