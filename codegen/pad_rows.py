@@ -17,6 +17,7 @@ from ir_nodes.node import Buffer, Operand, Value, Write
 
 VECTOR = 16
 """Bytes that a thread loads at once."""
+FOLLOWING = ("copy", "copy_", "_to_copy", "_log_softmax", "_log_softmax_backward_data")
 WORTH = 1 << 20
 """Bytes of a matrix below which a slow product costs nothing."""
 
@@ -27,12 +28,30 @@ def pad_rows(graph: Graph, done: dict[Buffer, tuple[int, int]]) -> dict[Buffer, 
     users = users_of(graph)
     refused: dict[Buffer, str] = {}
     for buffer, row in odd_matrices(graph).items():
-        reason = lengthen(buffer, row, users[buffer])
+        reason = lengthen(buffer, row, rounded(*row), users[buffer])
         if reason:
             refused[buffer] = reason
         else:
             done[buffer] = (row[0], rounded(*row))
+    follow(done, users)
     return refused
+
+
+def follow(done: dict[Buffer, tuple[int, int]], users: dict[Buffer, list[Node]]) -> None:
+    """Lengthen the rows of what is computed element by element from those: kernels that read one for the other need both alike
+    (`codegen.inline`)."""
+    todo = list(done)
+    while todo:
+        buffer = todo.pop()
+        for node in users[buffer]:
+            if node.name not in FOLLOWING:
+                continue
+            for value, layout in places(node):
+                shape = (done[buffer][0], layout.itemsize)
+                alike = layout.size and layout.size[-1] == shape[0] and value.buffer not in done
+                if alike and not lengthen(value.buffer, shape, done[buffer][1], users[value.buffer]):
+                    done[value.buffer] = done[buffer]
+                    todo.append(value.buffer)
 
 
 def odd_matrices(graph: Graph) -> dict[Buffer, tuple[int, int]]:
@@ -67,14 +86,13 @@ def users_of(graph: Graph) -> dict[Buffer, list[Node]]:
     return {buffer: list(nodes) for buffer, nodes in users.items()}
 
 
-def lengthen(buffer: Buffer, shape: tuple[int, int], users: list[Node]) -> str:
-    """Give every layout of ``buffer`` longer rows; "" where that is done, else the reason why not."""
+def lengthen(buffer: Buffer, shape: tuple[int, int], padded: int, users: list[Node]) -> str:
+    """Give every layout of ``buffer`` rows of ``padded`` elements; "" where that is done, else the reason why not."""
     row, itemsize = shape
     if buffer.live or buffer.kind is not BufferKind.FRESH:
         return "its memory is seen outside"
     if buffer.nbytes % (row * itemsize):
         return "it is more than rows"
-    padded = rounded(row, itemsize)
     chosen: dict[Layout, Layout] = {}
     for node in users:
         for value, layout in places(node):

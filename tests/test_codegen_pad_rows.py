@@ -12,7 +12,7 @@ from codegen.pad_products import pad_products
 from codegen.pad_rows import with_rows
 from ir_nodes import Graph, Layout, settings
 from ir_nodes.verify import verify
-from lazy_backend.explain import optimised
+from lazy_backend.explain import explained, optimised
 
 
 def head(weight: torch.Tensor, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -102,3 +102,9 @@ def test_numbers_stay(dtype: torch.dtype) -> None:
             grads[device] = [t.float().cpu() for t in (loss.detach(), weight.grad, x.grad) if t is not None]
     for eager, lazy in zip(grads["cpu"], grads["lazysched"]):
         torch.testing.assert_close(lazy, eager, rtol=2e-2, atol=1e-4)
+
+
+def test_padding_keeps_wide_logits_out_of_memory() -> None:
+    """What a loss computes from logits has rows like theirs, or kernels could not read one for the other."""
+    steps = explained(recorded(512, 2057, cast=True)).steps
+    assert max(step.written for step in steps) < 512 * 2057 * torch.float32.itemsize
