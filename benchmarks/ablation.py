@@ -4,8 +4,8 @@
 
 Nothing runs, so no GPU is needed and full sizes cost no memory: a step is recorded (forward, backward, AdamW), planned as for
 a GPU. Kernels, ATen calls, bytes moved, the time that a roofline expects of them, and memory held at most; see
-`lazy_backend.explain`. Optimisations of how a plan runs (CUDA graphs, tiles, parallel compiling) change none of these and are left
-out, and what padded matrices save is time in cuBLAS, which a roofline does not know.
+`lazy_backend.explain`. Optimisations of how a plan runs (CUDA graphs, tiles, parallel compiling) change none of these and are
+left out, and what padded matrices save is time in cuBLAS, which a roofline does not know.
 """
 
 from __future__ import annotations
