@@ -1,0 +1,96 @@
+"""The driver shim, csrc/driver.c, against a driver made for the test: arguments arrive as CUDA declares them. Needs no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.children import ROOT
+
+FAKE = r"""
+#include <stdio.h>
+#include <stdint.h>
+int cuLaunchKernel(void* f, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz, unsigned shared,
+                   void* stream, void** args, void** extra) {
+  printf("launch %p %u %u %u %u %u %u %u %p %lu %d\n", f, x, y, z, bx, by, bz, shared, stream, *(unsigned long*)args[0],
+         extra != 0);
+  return f == (void*)0x66 ? 700 : 0;
+}
+int cuGetErrorString(int code, const char** text) { *text = code == 700 ? "an illegal memory access" : 0; return 0; }
+static void* nodes[1] = {(void*)0x77};
+int cuStreamGetCaptureInfo_v2(void* s, int* status, uint64_t* id, void** graph, void* const** last, size_t* n) {
+  *status = 1, *last = nodes, *n = 1;
+  return 0;
+}
+int cuGraphInstantiateWithFlags(void** exec, void* graph, uint64_t flags) { *exec = (char*)graph + 1; return flags ? 1 : 0; }
+int cuGraphExecDestroy(void* exec) { printf("drop %p\n", exec); return 0; }
+int cuGraphLaunch(void* exec, void* stream) { printf("run %p %p\n", exec, stream); return 0; }
+typedef struct { void* func; unsigned g[3], b[3], shared; void **params, **extra; void *kern, *ctx; } Params;
+int cuGraphExecKernelNodeSetParams_v2(void* exec, void* node, const Params* p) {
+  printf("set %p %p %p %u %u %u %u %u %u %u %lu %d\n", exec, node, p->func, p->g[0], p->g[1], p->g[2], p->b[0], p->b[1], p->b[2],
+         p->shared, *(unsigned long*)p->params[0], p->extra != 0 || p->kern != 0 || p->ctx != 0);
+  return 0;
+}
+"""
+
+
+def build(source: Path, library: Path) -> None:
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    subprocess.run([compiler, "-x", "c", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True, timeout=60)
+
+
+def talk(shim: str) -> None:
+    """Calls each function of the shim; runs in a process that finds the fake driver."""
+    lib = ctypes.CDLL(shim)
+    for name in ("launch", "last_captured", "make_graph", "set_kernel", "run_graph"):
+        getattr(lib, f"lazysched_{name}").restype = ctypes.c_char_p
+    grid, word = (ctypes.c_uint32 * 3)(4, 5, 6), ctypes.c_uint64(42)
+    args = (ctypes.c_void_p * 1)(ctypes.addressof(word))
+    pointer = ctypes.c_void_p
+    said = [lib.lazysched_launch(pointer(f), grid, 128, 64, pointer(0x55), args) for f in (0x11, 0x66)]
+    node, count, made = pointer(), ctypes.c_size_t(), pointer()
+    said.append(lib.lazysched_last_captured(pointer(0x55), ctypes.byref(node), ctypes.byref(count)))
+    said.append(lib.lazysched_make_graph(ctypes.byref(made), pointer(0x20)))
+    said.append(lib.lazysched_set_kernel(made, node, pointer(0x11), grid, 128, 64, args))
+    said.append(lib.lazysched_run_graph(made, pointer(0x55)))
+    lib.lazysched_drop_graph(made)
+    lib.fflush(None) if hasattr(lib, "fflush") else ctypes.CDLL(None).fflush(None)
+    print([text.decode() if text else None for text in said], node.value, count.value, made.value)
+
+
+def ask(shim: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    program = f"from tests.test_lazy_backend_driver import talk; talk({str(shim)!r})"
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_calls_reach_the_driver_as_cuda_declares_them(tmp_path: Path) -> None:
+    (tmp_path / "fake.c").write_text(FAKE)
+    build(tmp_path / "fake.c", tmp_path / "libcuda.so.1")
+    build(ROOT / "lazy_backend" / "csrc" / "driver.c", tmp_path / "shim.so")
+    done = ask(tmp_path / "shim.so", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "launch 0x11 4 5 6 128 1 1 64 0x55 42 0",
+        "launch 0x66 4 5 6 128 1 1 64 0x55 42 0",
+        "set 0x21 0x77 0x11 4 5 6 128 1 1 64 42 0",
+        "run 0x21 0x55",
+        "drop 0x21",
+        f"{[None, 'an illegal memory access', None, None, None, None]} {0x77} 1 {0x21}",
+    ]
+
+
+def test_a_driver_that_lacks_a_function_is_told(tmp_path: Path) -> None:
+    (tmp_path / "fake.c").write_text("int nothing;")
+    build(tmp_path / "fake.c", tmp_path / "libcuda.so.1")
+    build(ROOT / "lazy_backend" / "csrc" / "driver.c", tmp_path / "shim.so")
+    assert "libcuda.so.1 cannot be loaded, or is too old" in ask(tmp_path / "shim.so", tmp_path).stdout
