@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import shutil
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ir_nodes import settings
 from tests.children import ROOT
 
 FAKE = r"""
@@ -62,13 +62,13 @@ def talk(shim: str) -> None:
     said.append(lib.lazysched_set_kernel(made, node, pointer(0x11), grid, 128, 64, args))
     said.append(lib.lazysched_run_graph(made, pointer(0x55)))
     lib.lazysched_drop_graph(made)
-    lib.fflush(None) if hasattr(lib, "fflush") else ctypes.CDLL(None).fflush(None)
+    ctypes.CDLL(None).fflush(None)
     print([text.decode() if text else None for text in said], node.value, count.value, made.value)
 
 
 def ask(shim: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     program = f"from tests.test_lazy_backend_driver import talk; talk({str(shim)!r})"
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder), "PYTHONPATH": str(ROOT)}
+    environment = {**settings.child_environment(), "LD_LIBRARY_PATH": str(folder), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", program]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
 
