@@ -67,7 +67,8 @@ class Classifier(nn.Module):
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         found = self.model(images)
-        return F.cross_entropy(found if isinstance(found, Tensor) else found.logits, labels)
+        logits = found if isinstance(found, Tensor) else found.logits
+        return F.cross_entropy(logits.float(), labels)  # autocast's lists for CPUs and for GPUs differ here
 
 
 def gpt2(sizes: Sizes, dropout: float) -> nn.Module:
