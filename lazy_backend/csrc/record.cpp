@@ -432,7 +432,8 @@ at::Tensor Recorder::lend(const at::Tensor& t, bool for_ever) {
   if (is_used(b)) barrier("lent", "its memory is shown to another library");
   auto physical = materialise(t, "lent", "");
   std::lock_guard<std::mutex> lock(mutex);
-  if (!b->lent && physical.storage().use_count() > 2) {  // a CUDA graph writes there again
+  const bool shared = physical_type() == c10::kCUDA && for_ever && !b->lent && physical.storage().use_count() > 2;
+  if (shared) {  // a CUDA graph writes there again
     PlainDispatch plain(index);
     b->physical = bytes_of(b->physical).clone().storage();
     physical = alias_storage(b->physical, t);
