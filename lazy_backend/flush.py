@@ -16,7 +16,7 @@ from codegen.engine import Context, EngineError
 from codegen.executable import Emit, Program, assemble
 from codegen.partition import partition
 from ir_nodes import Graph, printer, settings
-from lazy_backend import core, holding, orders
+from lazy_backend import core, holding, orders, varying
 from lazy_backend.checks import check_orders
 from lazy_backend.entered import segments
 from lazy_backend.measure import part_segments, with_times
@@ -50,6 +50,7 @@ def uncollected() -> Iterator[None]:
 def compile_recording(native: ModuleType, recording: Recording, device: int) -> Program:
     """The program for ``recording`` on device ``device``. Runs once per cache miss, under the GIL."""
     now = settings.current()
+    varying.note(recording)
     graph = to_graph(recording, segments.calls)
     recorded = len(graph.nodes)
     held = holding.split(graph, recording)

@@ -1,5 +1,5 @@
-"""Infers what an op gives, once for each (op, layouts, constants). Imports torch, `ir_nodes.ops`,
-`core`, `samples` and `schema`.
+"""Infers what an op gives, once for each (op, layouts, constants). Imports torch, `ir_nodes.ops`, `core`, `samples`, `schema` and
+`varying`.
 
 Meta kernels say shapes and dtypes. Where they are written in Python they may be wrong about strides, and some say nothing of
 dtypes that the real kernel refuses: then the physical kernel is asked too, on zeros. The core remembers every answer.
@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ir_nodes import ops
-from lazy_backend import core, samples, schema
+from lazy_backend import core, samples, schema, varying
 
 Tensor = torch.Tensor
 Arguments = tuple[Any, ...]
@@ -83,8 +83,7 @@ def doubts(target: str) -> Doubts:
 @functools.cache
 def shares_meta(target: str) -> bool:
     """Has ``target`` a Meta kernel in C++? Then it is the shape function of its other kernels, or made of such."""
-    found = [line for line in torch._C._dispatch_dump(target).splitlines() if line.startswith("Meta:")]
-    return bool(found) and ".cpp" in found[0]
+    return any(line.startswith("Meta:") and ".cpp" in line for line in torch._C._dispatch_dump(target).splitlines())
 
 
 def infer(target: str, args: Arguments, device: torch.device) -> Answer:
@@ -92,6 +91,8 @@ def infer(target: str, args: Arguments, device: torch.device) -> Answer:
 
     The core calls it below autograd and autocast, once for each hash of a call.
     """
+    if why := varying.refusal(target):
+        return why, [], []
     with torch._C.DisableTorchFunction(), warnings.catch_warnings():  # the user's modes do not see stand-ins
         warnings.simplefilter("ignore")
         try:
@@ -182,8 +183,7 @@ def call(target: str, args: Arguments) -> list[Any]:
     specs = ops.schema(target).arguments
     named = {spec.name: arg for spec, arg in zip(specs, args) if spec.kwarg_only}
     result = ops.overload(target)(*(arg for spec, arg in zip(specs, args) if not spec.kwarg_only), **named)
-    count = len(ops.schema(target).returns)
-    return [result] if count == 1 else list(result or ())
+    return [result] if len(ops.schema(target).returns) == 1 else list(result or ())
 
 
 def stand_in(arg: Any, device: torch.device, cut: Callable[[int], int], byte: int) -> Any:

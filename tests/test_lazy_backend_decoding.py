@@ -1,0 +1,90 @@
+"""Greedy decoding with transformers' caches: the tokens are eager mode's, and after a warm-up no position compiles anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lazy_backend
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+PROMPT, ROOM, NEW = 8, 64, 16
+SMALL = {"vocab_size": 257, "bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(n_positions=ROOM, n_layer=2, n_embd=32, n_head=2, **SMALL)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(max_position_embeddings=ROOM, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+                                      num_key_value_heads=2, intermediate_size=64, **SMALL)
+    return transformers.LlamaForCausalLM(config)
+
+
+MODELS = {"gpt2": gpt2, "llama": llama}
+
+
+def build(name: str, device: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]().eval().to(device)
+
+
+def prompt(device: str, length: int = PROMPT) -> Tensor:
+    return torch.randint(1, 257, (2, length), generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def decode(model: nn.Module, device: str, compiled: list[int]) -> Tensor:
+    """A loop by hand: positions are tensors, every step reads and writes a cache of fixed size."""
+    cache = transformers.StaticCache(config=model.config, max_cache_len=ROOM)
+    x, position, made = prompt(device), torch.arange(PROMPT, device=device), []
+    with torch.no_grad():
+        for _ in range(NEW):
+            logits = model(input_ids=x, past_key_values=cache, use_cache=True, position_ids=position[None],
+                           attention_mask=None).logits
+            x, position = logits[:, -1:].argmax(-1), position[-1:] + 1
+            made.append(x)
+            if device == "lazysched":
+                lazy_backend.mark_step()
+            compiled.append(lazy_backend.stats()["compiles"])
+    return torch.cat(made, 1).cpu()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_loop_with_a_static_cache_compiles_prefill_and_one_step(name: str) -> None:
+    compiled: list[int] = []
+    found = decode(build(name, "lazysched"), "lazysched", compiled)
+    assert torch.equal(found, decode(build(name, "cpu"), "cpu", []))
+    assert compiled[-1] == compiled[2]
+
+
+def generate(model: nn.Module, device: str, length: int = PROMPT, **how: Any) -> Tensor:
+    tokens = prompt(device, length)
+    return model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=NEW, do_sample=False, **how).cpu()
+
+
+@pytest.mark.parametrize("how", [{"cache_implementation": "static", "disable_compile": True}, {}], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", MODELS)
+def test_generate_compiles_no_position(name: str, how: dict[str, Any]) -> None:
+    lazy, eager = build(name, "lazysched"), build(name, "cpu")
+    counts = []
+    for length in (PROMPT, PROMPT, PROMPT + NEW, PROMPT + NEW):  # the third meets positions that the first two did not
+        before = lazy_backend.stats()["compiles"]
+        assert torch.equal(generate(lazy, "lazysched", length, **how), generate(eager, "cpu", length, **how))
+        counts.append(lazy_backend.stats()["compiles"] - before)
+    assert counts[0] < 60 and counts[1] == 0  # for the first tokens, until what grows is known
+    assert counts[2] <= 10 and counts[3] == 0, counts  # prefill, and the steps of a cache of another size
+
+
+def test_generate_waits_for_one_value_a_token() -> None:
+    model = build("llama", "lazysched")
+    how = {"cache_implementation": "static", "disable_compile": True}
+    generate(model, "lazysched", **how)
+    generate(model, "lazysched", **how)
+    waits = [one for one in lazy_backend.barriers()[-3 * NEW :] if one.kind.label == "value_access"]
+    assert 0 < len(waits) <= NEW
+    assert {one.frame.function for one in waits if one.frame} <= {"__call__", "generate"}  # transformers asks whether to stop
