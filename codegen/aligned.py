@@ -39,7 +39,7 @@ def peel(tile: Tile, body: Body) -> Tile:
     width = 16 // min((step.access.dtype.itemsize for step in full if step.access is not None), default=16)
     if not settings.enabled("aligned_rows"):
         return tile
-    if any(step.stage == "random" for step in body.steps):  # these come in fours, counted from the row's first
+    if body.backwards or any(step.stage == "random" for step in body.steps):  # these come in fours, from the row's first on
         return tile
     if len(strides) == 1 and strides[0] % width and not tile.share:
         return replace(tile, peel=width, row=strides[0])

@@ -22,8 +22,8 @@ class Step:
     """An instruction of a body. ``form`` is the address pattern over the full space (loads, stores, gathers, coords).
 
     ``phase`` counts the reductions that must be complete before it. ``stage``: "load", "store", "gather", "take", "factor",
-    "dot", "expr", "reduce", "coord", "scalar", "size", "seed", "offset", "random" as for `codegen.instructions.Instr`. A put is
-    a store with indices behind its value.
+    "dot", "expr", "reduce", "scan", "coord", "scalar", "size", "seed", "offset", "random" as for
+    `codegen.instructions.Instr`. A put is a store with indices behind its value.
     """
 
     stage: str
@@ -59,6 +59,11 @@ class Body:
     @property
     def extent(self) -> int:
         return forms.reduced_extent(self.reduced or ())
+
+    @property
+    def backwards(self) -> bool:
+        """True where blocks of a row are walked from the last to the first."""
+        return any(step.stage == "scan" and step.payload for step in self.steps)
 
     @property
     def crowded(self) -> bool:
@@ -155,9 +160,9 @@ class BodyBuilder:
             return self.body.add(Step("dot", instr.dtype, level, 0, args, form=form, kept_form=form, payload=instr.payload))
         if instr.kind == "reduce":
             return self.body.add(Step("reduce", instr.dtype, level, 0, args, instr.text, across=crossed))
-        key = ("expr", instr.text, instr.dtype, *map(id, args))
+        key = (instr.kind, instr.text, instr.dtype, instr.payload, *map(id, args))
         if key not in self._computed:
-            self._computed[key] = self.body.add(Step("expr", instr.dtype, level, 0, args, instr.text))
+            self._computed[key] = self.body.add(Step(instr.kind, instr.dtype, level, 0, args, instr.text, payload=instr.payload))
         return self._computed[key]
 
     def _place(self, access: MemAccess, form: Form) -> PlaceKey:

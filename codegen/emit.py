@@ -115,7 +115,7 @@ def _is_wide(body: Body) -> bool:
 
 
 def _name(body: Body, nodes: tuple[Node, ...]) -> str:
-    kind = "pointwise" if body.reduced is None else "reduce"
+    kind = "pointwise" if body.reduced is None else "scan" if any(step.stage == "scan" for step in body.steps) else "reduce"
     ops = "_".join(dict.fromkeys(re.sub(r"\W", "_", node.name).strip("_") for node in nodes))
     return f"{kind}_{ops}"[:80]
 

@@ -49,6 +49,7 @@ class Group:
     split: bool = False
     draws: bool = False
     multiplies: bool = False
+    scans: int = 0  # as `Part.scans`
     mixes: bool = False  # may rows and columns be reduced together?
     crossed: dict[Unit, None] = field(default_factory=dict)  # units that reduce columns while the others reduce rows
     cuts: tuple[int, ...] = ()
@@ -87,7 +88,7 @@ def new_group(unit: Unit, level: int, tuning: Tuning) -> Group:
         group.numel, group.reduced = part.numel, part.reduced
         group.split = part.reduces and not part.waits and tuning.splits(part) and settings.enabled("split")
         group.mixes = mixing.mixes(part, tuning)
-        group.draws, group.multiplies = part.draws, part.multiplies
+        group.draws, group.multiplies, group.scans = part.draws, part.multiplies, part.scans
         group.cuts = forms.reduced_cuts(part.reduced or (), part.numel)
         absorb(group, [unit])
     return group
@@ -145,6 +146,7 @@ def merge(left: Group, right: Group, joint: Joint, level: int) -> Group:
     left.level, left.numel, left.reduced, left.split = level, joint.numel, joint.reduced, joint.split
     left.kept_units, left.crossed = dict.fromkeys(joint.kept_units), dict.fromkeys(joint.crossed)
     left.draws, left.multiplies = left.draws or right.draws, left.multiplies or right.multiplies
+    left.scans |= right.scans
     if not known[0]:
         left.cuts = forms.reduced_cuts(joint.reduced or (), joint.numel)
         left.touched, left.late, left.patterns = {}, {}, {}

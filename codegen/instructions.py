@@ -59,14 +59,15 @@ class MemAccess:
 
 @dataclass(slots=True, eq=False)
 class Instr:
-    """``kind``: "load", "store", "gather", "take", "put", "expr", "reduce", "coord", "scalar", "size", "seed", "offset" or
-    "random".
+    """``kind``: "load", "store", "gather", "take", "put", "expr", "reduce", "scan", "coord", "scalar", "size", "seed",
+    "offset" or "random".
 
-    ``text`` is an expression over {0}, {1}, ... (expr) or the combining function's name (reduce). ``dtype`` is what the
+    ``text`` is an expression over {0}, {1}, ... (expr) or the combining function's name (reduce, scan). ``dtype`` is what the
     result is held in. A load's argument, if it has one, says where there is something to load.
     ``payload`` is the kind's own datum: the form of a coord, the scalar's index, the size, the generator's buffer (seed),
-    (buffer, increment) of an offset, the `codegen.draws.Stream` of a random number, (stride, extent) of each index that a take's
-    or put's addresses depend on: the arguments of a take, and of a put behind its value; its ``text`` is "add" or "set".
+    (buffer, increment) of an offset, whether a scan runs backwards, the `codegen.draws.Stream` of a random number, (stride,
+    extent) of each index that a take's or put's addresses depend on: the arguments of a take, and of a put behind its value; its
+    ``text`` is "add" or "set".
     """
 
     kind: str
@@ -111,6 +112,12 @@ class Part:
     @property
     def reduces(self) -> bool:
         return any(instr.kind == "reduce" for instr in self.instrs)
+
+    @property
+    def scans(self) -> int:
+        """The directions in which it needs its rows whole: 1 from the first element on, 2 from the last, 3 both, 0 neither."""
+        found = dict.fromkeys(2 if instr.payload else 1 for instr in self.instrs if instr.kind == "scan")
+        return sum(found)
 
     @property
     def multiplies(self) -> bool:

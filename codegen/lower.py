@@ -15,6 +15,7 @@ from codegen import (
     pooling,
     positions,
     reductions,
+    scans,
     statistics,
 )
 from codegen.expressions import Unsupported
@@ -60,6 +61,7 @@ REDUCTIONS: dict[str, Lowered] = {
     "nll_loss_forward": cross_entropy.lower_nll_forward,
     "nll_loss_backward": cross_entropy.lower_nll_backward,
     "embedding_dense_backward": indexing.lower_embedding_backward,
+    **scans.SCANS,
 }
 """Keyed by `ir_nodes.node.Node.name`."""
 
@@ -80,6 +82,10 @@ JOINS: dict[str, Callable[[Node, Known], list[Part]]] = {
     **dict.fromkeys(("constant_pad_nd", "slice_backward", "select_backward"), joining.lower_padding),
 }
 """Ops that choose by index between what they read."""
+
+
+TURNED: dict[str, Callable[[Node, Known], list[Part]]] = {"flip": scans.lower_flip}
+"""Ops that reverse dimensions, which scans may have done already."""
 
 
 INDEXED: dict[str, Callable[[Node], list[Part]]] = {
@@ -138,6 +144,8 @@ def _lower_named(node: Node, scratch: int, tuning: Tuning, known: Known) -> list
         if not settings.enabled("windows"):
             raise Unsupported("windows is switched off")
         return JOINS[node.name](node, known)
+    if node.name in TURNED:
+        return TURNED[node.name](node, known)
     if node.name in INDEXED or node.name in PLACED:
         return (INDEXED.get(node.name) or PLACED[node.name])(node)
     part = lower_pointwise(node)

@@ -178,6 +178,11 @@ class Lowering:
         """Combine over the reduced dimensions with "add", "max" or "min"."""
         return self.add(Instr("reduce", value.dtype, KEPT, (value,), how))
 
+    def scan(self, how: str, value: Instr, backwards: bool = False) -> Instr:
+        """``value`` combined with all before it along the reduced dimensions, or with all behind: "add", "mul", "max", "min" or
+        "logaddexp"."""
+        return self.add(Instr("scan", value.dtype, FULL, (value,), how, payload=backwards))
+
     def coord(self, dim: int) -> Instr:
         """The index along ``dim`` of the full space, int64-free: held as the kernel's index type."""
         lower = math.prod(self.shape[dim + 1 :])

@@ -26,7 +26,7 @@ def sum_one_hots(body: Body) -> None:
             step.phase = max(arg.phase for arg in step.args) + (step.stage == "reduce")
     body.drop_unused()
     kept = any(step.stage == "store" and step.level == KEPT for step in body.steps)
-    if body.reduced and not kept and not any(step.stage in ("reduce", "gather") for step in body.steps):
+    if body.reduced and not kept and not any(step.stage in ("reduce", "gather", "scan") for step in body.steps):
         body.reduced, body.column = None, False
 
 

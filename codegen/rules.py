@@ -47,6 +47,8 @@ def can_fuse(left: Group, right: Group) -> Joint | str:
         return f"more than {MAX_NODES} nodes in one kernel"
     if left.draws and right.draws:
         return "each draws random numbers"
+    if left.scans | right.scans == 3:
+        return "they scan in opposite directions"
     operands = sum(len(feet) for group in (left, right) for feet in group.touched.values())
     if operands > MAX_OPERANDS and _distinct(left, right) > MAX_OPERANDS:
         return f"more than {MAX_OPERANDS} operands in one kernel"
@@ -112,6 +114,8 @@ def embedded(group: Group, joint: Joint) -> Group | None:
 def _split_reason(left: Group, right: Group, joint: Joint) -> str | None:
     if not joint.split:
         return None
+    if left.scans or right.scans:
+        return "one reduction is split over programs, the other needs whole rows"
     late = {**left.late, **right.late}
     placed = dict.fromkeys(joint.kept_units)
     for unit in (*left.units, *right.units):

@@ -262,7 +262,7 @@ def _row_block(body: Body, tuning: Tuning, split: bool) -> tuple[int, bool, int]
     """(elements per step, looped?, elements per thread) where rows are reduced."""
     loads, extent = _loads(body), power_of_two(body.extent + (7 if body.extent % 8 and body.extent > tuning.covered else 0))
     if not split and extent <= tuning.persistent // (1 if loads < 2 else 2):
-        highest = any(step.stage == "reduce" and step.text != "add" for step in body.steps)
+        highest = any(step.stage == "reduce" and step.text != "add" or step.stage == "scan" for step in body.steps)
         wide = extent > tuning.short_row and body.extent % 8 == 0 and _narrow(body) and loads < 2 and not highest
         return extent, False, tuning.wide_lane if wide else tuning.lane
     if any(pairs(body)):

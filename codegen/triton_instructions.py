@@ -6,6 +6,7 @@ import torch
 
 from codegen.addressing import IndexWriter
 from codegen.body import Body, Step
+from codegen.instructions import FULL
 from codegen.product import Product, product_lines
 from codegen.promotion import HALF, TRITON_TYPES
 from codegen.random_source import random_lines
@@ -17,10 +18,21 @@ def identity(how: str, dtype: torch.dtype) -> str:
     """What combining with changes nothing."""
     if how == "add":
         return "0.0" if dtype.is_floating_point else "0"
+    if how == "mul":
+        return "1.0" if dtype.is_floating_point else "1"
     if dtype.is_floating_point:
-        return 'float("-inf")' if how == "max" else 'float("inf")'
+        return 'float("-inf")' if how in ("max", "logaddexp") else 'float("inf")'
     info = torch.iinfo(dtype)
     return str(info.min if how == "max" else info.max)
+
+
+COMBINE = {
+    "add": "{0} + {1}",
+    "mul": "{0} * {1}",
+    "max": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+    "min": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+    "logaddexp": "_logaddexp({0}, {1})",
+}
 
 
 class InstructionWriter(IndexWriter):
@@ -65,6 +77,8 @@ class InstructionWriter(IndexWriter):
         elif step.stage == "reduce":
             masked = self._masked(step)
             self._line(f"{self._name(step)} = tl.reduce({masked}, {self.tile.reduced_axis}, _{step.text}, keep_dims=True)")
+        elif step.stage == "scan":
+            self._scan(step)
         elif step.args:
             self._line(f"{self._name(step)} = {step.text.format(*map(self._name, step.args))}")
         else:
@@ -84,6 +98,20 @@ class InstructionWriter(IndexWriter):
             mask += " & " * bool(mask) + f"{self._name(step.args[0])}, other=0"
         where = f"{self._pointer(step)} + {offset}" + (f", mask={mask}" if mask else "") if offset else self._pointer(step)
         self._line(f"{self._name(step)} = tl.load({where}){widened}")
+
+    def _scan(self, step: Step) -> None:
+        """Rows held whole, or in a loop over blocks, whose last element is what the next block starts from."""
+        name, axis = self._name(step), self.tile.reduced_axis
+        assert axis is not None
+        value = self._masked(step)
+        if self._inside or step.args[0].level != FULL:
+            value = f"tl.broadcast_to({value}, [B0, B1])"
+        self._line(f"{name} = tl.associative_scan({value}, {axis}, _{step.text}{', reverse=True' if step.payload else ''})")
+        if self.tile.looped:
+            self._line(f"{name} = {COMBINE[step.text].format(f'{name}_carry', name)}")
+            end = "0" if step.payload else f"B{axis} - 1"
+            last = f"tl.where({self._arange(axis)} == {end}, {name}, 0)"
+            self._line(f"{name}_carry = tl.reduce({last}, {axis}, _add, keep_dims=True)")
 
     def _multiply(self, step: Step) -> None:
         product = step.payload

@@ -25,6 +25,10 @@ _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     **{name: getattr(torch, name) for name in "exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh "
        "asinh acosh atanh erf erfc floor ceil".split()},
 }
+_SCANS: dict[str, Callable[..., Any]] = {
+    "_add": numpy.cumsum, "_mul": numpy.cumprod, "_max": numpy.maximum.accumulate, "_min": numpy.minimum.accumulate,
+    "_logaddexp": numpy.logaddexp.accumulate,
+}
 _REDUCTIONS: dict[str, Callable[..., Any]] = {"_add": numpy.sum, "_max": numpy.max, "_min": numpy.min}
 
 
@@ -76,6 +80,13 @@ def _reduce(input: Any, axis: int, combine: Any, keep_dims: bool = False, **_: A
     return tl.core.tensor(interpreter.TensorHandle(data, input.dtype), tl.block_type(input.dtype, list(data.shape)))
 
 
+def _scan(input: Any, axis: int, combine: Any, reverse: bool = False, **_: Any) -> Any:
+    data = input.handle.data
+    data = numpy.flip(data, axis) if reverse else data
+    out = _SCANS[combine.fn.__name__](data, axis=axis).astype(data.dtype)
+    return tl.core.tensor(interpreter.TensorHandle(numpy.flip(out, axis) if reverse else out, input.dtype.scalar), input.type)
+
+
 def _argument(value: Any, kind: str) -> Any:
     """A kernel argument of Triton type ``kind``: the address of a tensor's first element, or a number."""
     if kind.startswith("*"):
@@ -114,6 +125,7 @@ def interpret(kernel: Kernel, function: Callable[..., None]) -> Callable[[tuple[
         scope = interpreter._patch_lang(function)
         interpreter._patch_builtin(libdevice, _builder, scope)
         scope.set_attr(tl, "reduce", _reduce)
+        scope.set_attr(tl, "associative_scan", _scan)
         scope.set_attr(JITFunction, "__call__", lambda called, *args: called.fn(*map(_numbers, args)))
         scope.set_attr(tl.tensor, "__index__", lambda scalar: int(scalar.handle.data.item()))  # older releases need 0-d
         semantic.builder = _builder

@@ -12,7 +12,7 @@ from codegen.instructions import FULL, UNIFORM
 from codegen.online import ONLINE, loop_lines
 from codegen.promotion import TRITON_TYPES
 from codegen.random_source import PHILOX
-from codegen.triton_instructions import InstructionWriter, identity
+from codegen.triton_instructions import COMBINE, InstructionWriter, identity
 
 _HEADER = '''"""{title}"""
 
@@ -37,11 +37,6 @@ def _min(a, b):
 
 
 '''
-_COMBINE = {
-    "add": "{0} + {1}",
-    "max": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
-    "min": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
-}
 
 
 class SourceWriter(InstructionWriter):
@@ -107,7 +102,7 @@ class SourceWriter(InstructionWriter):
             if step in columns:
                 name, (value,) = self._name(step), step.args
                 counted = f"tl.where(m0, {self._name(value)}, {identity(step.text, step.dtype)})"
-                self._line(f"{name}_acc = {_COMBINE[step.text].format(f'{name}_acc', counted)}")
+                self._line(f"{name}_acc = {COMBINE[step.text].format(f'{name}_acc', counted)}")
             elif step.stage != "store" and id(step) not in hoisted:
                 self._emit(step)
         for step in stores:
@@ -156,15 +151,19 @@ class SourceWriter(InstructionWriter):
         reduced = self.tile.reduced_axis
         assert reduced is not None
         self._begin(reduces)
+        self._carry([*reduces, *stores])
         stages = f", num_stages={self.tile.stages}" if self.tile.stages > 1 else ""
         if self.tile.peel:
+            ordered = any(step.stage == "scan" for step in self.body.steps)
             if self.tile.peel > 1:
-                self._walk("0, last + 1, tl.maximum(last, 1)", [*reduces, *stores], "")
+                self._walk("0, 1, B1" if ordered else "0, last + 1, tl.maximum(last, 1)", [*reduces, *stores], "")
             first = "begin" if self.tile.share else "B1" if self.tile.peel > 1 else "0"
             self._walk(f"{first}, last, B1{stages}", [*reduces, *stores], "", inside=True)
             if self.tile.peel == 1:
                 self._index(1, "last", "end" if self.tile.share else "")
                 self._block(reduces, stores)
+            elif ordered:
+                self._walk("tl.maximum(last, 1), last + 1, B1", [*reduces, *stores], "")
         else:
             start, end = ("begin", "end") if self.tile.share else ("0", self._extent(reduced))
             steps = self._rows() if self.tile.covered else f"{start}, {end}, B{reduced}"
@@ -180,6 +179,15 @@ class SourceWriter(InstructionWriter):
             shape = "[B0, B1]" if id(step) not in shared else "[B0, 1]" if self.tile.reduced_axis == 1 else "[1, B1]"
             self._line(f"{self._name(step)}_acc = tl.full({shape}, {identity(how, step.dtype)}, {TRITON_TYPES[step.dtype]})")
 
+    def _carry(self, sinks: list[Step]) -> None:
+        """What the pass's scans start from: one number a row."""
+        wanted = self._slice(sinks)
+        for step in self.body.steps:
+            if step.stage == "scan" and id(step) in wanted:
+                shape = "[B0, 1]" if self.tile.reduced_axis == 1 else "[1, B1]"
+                start = f"{identity(step.text, step.dtype)}, {TRITON_TYPES[step.dtype]}"
+                self._line(f"{self._name(step)}_carry = tl.full({shape}, {start})")
+
     def _walk(self, steps: str, sinks: list[Step], end: str, inside: bool = False) -> None:
         """A loop over blocks of the reduced axis; ``inside``: all of them lie within the row."""
         reduced = self.tile.reduced_axis
@@ -189,6 +197,9 @@ class SourceWriter(InstructionWriter):
         self._inside = inside
         if self.tile.covered:
             self._row_index()
+        elif self.body.backwards:
+            self._line(f"at = ({end} - 1) // B{reduced} * B{reduced} - r")
+            self._index(reduced, "at", end)
         else:
             self._index(reduced, "r", end)
         self._block([step for step in sinks if step.stage == "reduce"], [step for step in sinks if step.stage == "store"])
@@ -212,7 +223,7 @@ class SourceWriter(InstructionWriter):
                     self._line(line)
             elif step.text != ONLINE:
                 name = self._name(step)
-                self._line(f"{name}_acc = {_COMBINE[step.text].format(f'{name}_acc', self._masked(step))}")
+                self._line(f"{name}_acc = {COMBINE[step.text].format(f'{name}_acc', self._masked(step))}")
         for step in stores:
             self._store(step)
 

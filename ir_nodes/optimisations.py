@@ -16,6 +16,7 @@ OPTIMISATIONS: dict[str, str] = {
     "pad_rows": "rows of matrices that a product reads or writes start on 16-byte boundaries",
     "fusion": "several ops in one kernel",
     "horizontal": "independent ops over the same elements share a kernel",
+    "scans": "running sums, products and extremes are kernels that fuse, instead of ATen's",
     "mix_order": "row and column reductions of one input share a pass over it",
     "split": "long reductions with few results are split over programs",
     "tiling": "two-dimensional tiles where operands disagree on the fast axis",
