@@ -38,10 +38,9 @@ class Program(Protocol):
     def launch(
         self, function: int, grid: tuple[int, int, int], threads: int, shared: int, args: list[tuple[int, int, int]], instr: int
     ) -> None: ...
-    def python(self, run: Callable[[list[object], list[object]], None], instr: int) -> None: ...
+    def python(self, run: Callable[[list[object], list[object]], None], instr: int, slots: Sequence[int]) -> None: ...
     def alloc(self, slot: int, nbytes: int) -> None: ...
     def free(self, slot: int) -> None: ...
-    def part(self, slot: int, whole: int, offset: int, nbytes: int) -> None: ...
     def mark(self, depth: int, name: str) -> None: ...
     def graph(self, first: int, last: int, uses: tuple[tuple[int, ...], ...]) -> None: ...
 
@@ -89,7 +88,7 @@ def emit_zeros(node: Node) -> Emit:
     def run(slots: list[Any], _: list[object]) -> None:
         torch.as_strided(slots[slot].view(layout.dtype), layout.size, layout.stride, layout.offset).zero_()
 
-    return Emit(node_use(node), (slot,), lambda program: program.python(run, -1), (node,))
+    return Emit(node_use(node), (slot,), lambda program: program.python(run, -1, [slot]), (node,))
 
 
 def operand_slots(node: Node) -> tuple[list[int], list[Chosen]]:
@@ -143,15 +142,18 @@ class Placed:
     ) -> None:
         self._program.launch(function, grid, threads, shared, [self._address(*arg) for arg in args], instr)
 
-    def python(self, run: Callable[[list[object], list[object]], None], instr: int) -> None:
-        def moved(slots: list[Any], scalars: list[object]) -> None:
-            seen = list(slots)
-            for slot, place in self._places.items():
-                memory = slots[place.slot]
+    def python(self, run: Callable[[list[object], list[object]], None], instr: int, slots: Sequence[int]) -> None:
+        moving = [(slot, self._places[slot]) for slot in slots if slot in self._places]
+
+        def moved(found: list[Any], scalars: list[object]) -> None:
+            seen = list(found)
+            for slot, place in moving:
+                memory = found[place.slot]
                 seen[slot] = None if memory is None else memory[place.offset : place.offset + place.nbytes]
             run(seen, scalars)
 
-        self._program.python(moved, instr)
+        whole = [self._places[slot].slot if slot in self._places else slot for slot in slots]
+        self._program.python(moved if moving else run, instr, whole)
 
     def _address(self, kind: str, slot: int, offset: int) -> tuple[str, int, int]:
         place = self._places.get(slot) if kind == "ptr" else None

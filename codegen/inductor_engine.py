@@ -200,4 +200,4 @@ def emit_run(run: Run, compiled: CompiledRun) -> Emit:
     places = [index for index, _, _ in compiled.variants[0].places]
     written = tuple(value.buffer.index for value in compiled.results)
     use = StepUse(tuple(dict.fromkeys(places)))
-    return Emit(use, written, lambda program: program.python(compiled, run.nodes[0].instr), tuple(run.nodes))
+    return Emit(use, written, lambda program: program.python(compiled, run.nodes[0].instr, use.buffers), tuple(run.nodes))

@@ -155,4 +155,6 @@ def emit_interpreted(step: KernelStep, kernel: Interpreted, base: int) -> Emit:
         with _lock:  # the interpreter changes triton.language while it runs
             launch(step, kernel, memory, scratch, scalars)
 
-    return Emit(kernel_use(step), written(step), lambda program: program.python(run, step.nodes[0].instr), step.nodes)
+    use = kernel_use(step)
+    touched = [*use.buffers, *(base + index for index in use.temporaries)]
+    return Emit(use, written(step), lambda program: program.python(run, step.nodes[0].instr, touched), step.nodes)

@@ -42,4 +42,4 @@ def check_orders(graph: Graph, report: Ordered, device: int) -> Emit | None:
                 f"{tensor}. Either the order is wrong, a bug of lazysched, or this op gives other bits each time that it runs"
             )
 
-    return Emit(StepUse(tuple(given)), (), lambda program: program.python(run, scheduled[0].instr))
+    return Emit(StepUse(tuple(given)), (), lambda program: program.python(run, scheduled[0].instr, given))

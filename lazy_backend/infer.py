@@ -164,12 +164,12 @@ def try_on_cpu(target: str, args: Arguments, doubt: Doubts, known: tuple[Argumen
         return known
 
 
+@samples.without_a_team()
 def try_on_device(
     target: str, args: Arguments, device: torch.device, doubt: Doubts, cut: Callable[[int], int]
 ) -> tuple[Arguments, list[Any]]:
     """Run the op on zeros with each size cut, or, where it may divide by them, on tiny numbers. What it draws nobody misses."""
-    byte = 1 if doubt.pointwise else 0
-    given = pytree.tree_map(lambda arg: stand_in(arg, device, cut, byte), args)
+    given = pytree.tree_map(lambda arg: stand_in(arg, device, cut, byte=1 if doubt.pointwise else 0), args)
     for tensor in tensors(given) if ops.split(target)[1] in _PIVOTED else ():
         if not (tensor.is_floating_point() or tensor.is_complex()):
             tensor.fill_(1)

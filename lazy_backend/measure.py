@@ -85,6 +85,6 @@ def mark(clock: Clock, number: int, instr: int) -> Emit:
         clock.note(number)
 
     def add(program: Program) -> None:
-        program.python(run, instr)
+        program.python(run, instr, ())
 
     return Emit(StepUse(()), (), add)

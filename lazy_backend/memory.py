@@ -1,4 +1,4 @@
-"""What memory the device holds, as `torch.cuda.memory` tells it. Imports torch, `lazy_backend.core` and `lazy_backend.api` only.
+"""What memory the device holds, as `torch.cuda.memory` tells it. Imports torch and lazy_backend's `api`, `core` and `heap`.
 
 On CUDA these are the figures of its caching allocator. On a CPU they count the bytes that tensors of the device hold and what
 a running recording allocates. What is recorded has no memory yet.
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lazy_backend import api, core
+from lazy_backend import api, core, heap
 
 __all__ = [
     "empty_cache", "empty_host_cache", "ipc_collect", "max_memory_allocated", "max_memory_reserved", "mem_get_info",
@@ -97,9 +97,11 @@ def mem_get_info(device: Device = None) -> tuple[int, int]:
 
 
 def empty_cache() -> None:
-    """Give unused memory back to the system; a CPU keeps none."""
+    """Give unused memory back to the system."""
     if core.physical_is_cuda():
         torch.cuda.empty_cache()
+    else:
+        heap.give_back()
 
 
 def empty_host_cache() -> None:

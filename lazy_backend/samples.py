@@ -1,11 +1,14 @@
-"""Makes trials of ops on large batches small: what holds for a few samples holds for all. Imports torch and `ir_nodes.ops`.
+"""Makes trials of ops small: on few samples, on one thread. Imports torch and `ir_nodes.ops`.
 
-Such an op treats each sample alike, and its kernels choose the results' layouts without looking at how many there are.
+An op on a large batch treats each sample alike, and its kernels choose the results' layouts without looking at how many there
+are: what holds for a few samples holds for all.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import threading
+from typing import Any, Iterator
 
 import torch
 
@@ -48,3 +51,22 @@ def as_many(found: Any, known: Any) -> Any:
     if found.shape != known.shape and not outermost:
         return known
     return torch.empty_strided(known.shape, found.stride(), dtype=found.dtype, device="meta")
+
+
+@contextlib.contextmanager
+def without_a_team() -> Iterator[None]:
+    """Outside the main thread, ops on the CPU run here without OpenMP's help.
+
+    Each thread that asks for help once has helpers of its own for ever. As soon as there are more of them than cores, libgomp
+    lets all of them sleep whenever they wait, and every op of the main thread that wants help pays for waking them: an MLP's
+    step on two cores took five times as long when autograd's thread had tried one op with helpers.
+    """
+    own = torch.get_num_threads()
+    if own == 1 or threading.current_thread() is threading.main_thread():
+        yield
+        return
+    torch.set_num_threads(1)  # of this thread; of MKL for all, which the main thread misses for a moment at most
+    try:
+        yield
+    finally:
+        torch.set_num_threads(own)

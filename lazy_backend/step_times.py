@@ -71,7 +71,7 @@ def _note(times: StepTimes, number: int, instr: int) -> Emit:
         times.note(number)
 
     def add(program: Program) -> None:
-        program.python(run, instr)
+        program.python(run, instr, ())
 
     return Emit(StepUse(()), (), add)
 

@@ -16,6 +16,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
                      help="how much of tests/conformance runs: a fixed part, or all of it (see `python -m tests.conformance`)")
 
 
+@pytest.fixture(autouse=True)
+def same_numbers_each_time() -> None:
+    """What a test draws is the same alone and among others, so that one that fails can be run again."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def no_segments_left() -> Iterator[None]:
     """Segments are of the process: the names of a test that uses this end with it."""

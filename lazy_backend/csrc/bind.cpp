@@ -204,9 +204,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         p.graphs.push_back({first, last, reads, makes, frees, numbers, movable});
       })
       .def("launch", &add_launch)
-      .def("python", [](Program& p, Program::Python step, int32_t instr) { p.steps.push_back({std::move(step), instr}); })
+      .def("python", [](Program& p, decltype(Program::Python::run) run, int32_t instr, std::vector<int32_t> slots) {
+        p.steps.push_back({Program::Python{std::move(run), std::move(slots)}, instr});
+      })
       .def("alloc", &add_step<Program::Alloc, int32_t, size_t>)
-      .def("part", &add_step<Program::Part, int32_t, int32_t, size_t, size_t>)
       .def("free", &add_step<Program::Free, int32_t>)
       .def("mark", &add_step<Program::Mark, size_t, std::string>);
 }

@@ -20,13 +20,15 @@ struct Program {
   };
   struct Launch { void* function; std::array<uint32_t, 3> grid; uint32_t threads, shared; std::vector<LaunchArg> args; };
   struct Alloc { int32_t slot; size_t nbytes; };
-  struct Part { int32_t slot, whole; size_t offset, nbytes; };  // of another slot's memory
   struct Free { int32_t slot; };
   struct Mark { size_t depth; std::string name; };  // profiler's ranges: ends those from `depth` on, begins one unless unnamed
-  // A Python function of every slot's bytes (none where it is empty) and the recording's numbers.
-  using Python = std::function<void(const std::vector<std::optional<at::Tensor>>&, const std::vector<c10::Scalar>&)>;
+  // A Python function of the bytes in each slot, where `slots` names it and it is not empty, and the recording's numbers.
+  struct Python {
+    std::function<void(const std::vector<std::optional<at::Tensor>>&, const std::vector<c10::Scalar>&)> run;
+    std::vector<int32_t> slots;
+  };
   struct Step {
-    std::variant<Call, Launch, Alloc, Part, Free, Mark, Python> what;
+    std::variant<Call, Launch, Alloc, Free, Mark, Python> what;
     int32_t instr;  // the recorded op that it runs, to name when it fails
   };
   // Steps that the driver replays in one go. Addresses are a part of it, so it serves as long as they hold; see graph.cpp.

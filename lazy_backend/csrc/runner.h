@@ -168,12 +168,6 @@ struct Runner {
   }
 
   void run(const Program::Alloc& a, int32_t) { slots[a.slot] = physical_bytes(a.nbytes, device); }
-  void run(const Program::Part& p, int32_t) {
-    auto* whole = new c10::Storage(slots[p.whole]);  // lives as long as its part
-    c10::DataPtr bytes(static_cast<char*>(whole->mutable_data()) + p.offset, whole,
-                       [](void* w) { delete static_cast<c10::Storage*>(w); }, whole->device());
-    slots[p.slot] = c10::Storage(c10::Storage::use_byte_size_t(), p.nbytes, std::move(bytes), nullptr, false);
-  }
   void run(const Program::Free& f, int32_t) { slots[f.slot] = c10::Storage(); }
   void run(const Program::Mark& mark, int32_t) {
     while (ranges.size() > mark.depth) ranges.pop_back();
@@ -182,11 +176,12 @@ struct Runner {
     if (ranges.back()->isActive()) ranges.back()->before(mark.name);
   }
   void run(const Program::Python& step, int32_t) {
-    std::vector<std::optional<at::Tensor>> bytes;
+    std::vector<std::optional<at::Tensor>> bytes(slots.size());
     std::vector<c10::Scalar> numbers;
-    for (const auto& s : slots) bytes.push_back(s ? std::optional<at::Tensor>(bytes_of(s)) : std::nullopt);
+    for (auto s : step.slots)
+      if (slots[s]) bytes[s] = bytes_of(slots[s]);
     for (const auto& v : trace.scalars) numbers.push_back(v.toScalar());
-    step(bytes, numbers);
+    step.run(bytes, numbers);
   }
 
   void run_step() { std::visit([&](const auto& what) { run(what, program.steps[step].instr); }, program.steps[step].what); }
