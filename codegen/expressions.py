@@ -64,10 +64,16 @@ FUNCTIONS: dict[str, tuple[str, str, str]] = {  # name: (float32, float64, float
     "log": ("libdevice.log", "libdevice.log", "tl.log"),
     "div": ("tl.math.div_rn", "tl.fdiv", "tl.fdiv"),
     "sqrt": ("tl.sqrt_rn", "tl.sqrt", "tl.sqrt"),
+    "tanh": ("_tanh", "libdevice.tanh", "_tanh"),
+    "grow": ("libdevice.exp", "libdevice.exp", "libdevice.fast_expf"),
+    "share": ("tl.math.div_rn", "tl.fdiv", "libdevice.fast_dividef"),
 }
+"""``grow`` is exp where something of at least 1 is added to it, ``share`` a quotient whose divisor is at least 1: there, two
+instructions do what takes five and eight where results may be denormal."""
+
 _LOGIC = (("and", "&"), ("or", "|"), ("xor", "^"))
 LIBDEVICE = frozenset(
-    "exp2 expm1 log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh atan2 erf erfc pow fmod rint "
+    "exp2 expm1 log2 log10 log1p sin cos tan asin acos atan sinh cosh asinh acosh atanh atan2 erf erfc pow fmod rint "
     "trunc floor ceil".split()
 )
 
@@ -185,11 +191,15 @@ def _elu_backward(case: Case) -> str:
 
 
 def _silu_backward(case: Case) -> str:
-    sigmoid = f"({_SIGMOID(case)})"
+    sigmoid = f"({_sigmoid(case)})"
     return f"{{grad_output}} * {sigmoid} * (1.0 + {{self}} * (1.0 - {sigmoid}))"
 
 
-_SIGMOID = partial(_inverse, text="1.0 + @exp(-{self})")
+def _sigmoid(case: Case) -> str:
+    below = "1.0 + @grow(-{self})"
+    return f"1.0 / ({below})" if case.dtype is torch.float64 else f"@share(1.0, {below})"
+
+
 _SAME = choose("{self}", "{self}", "{self}")
 
 
@@ -220,7 +230,7 @@ ROWS: dict[str, Row] = {
     **{name: _math(name) for name in "exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh "
        "acosh atanh erf erfc".split()},
     "atan2": Row("@atan2({self}, {other})", "float"),
-    "sigmoid": Row(_SIGMOID, "float"),
+    "sigmoid": Row(_sigmoid, "float"),
     "floor": Row(choose("@floor({self})", "{self}")),
     "ceil": Row(choose("@ceil({self})", "{self}")),
     "trunc": Row(choose("@trunc({self})", "{self}")),
@@ -229,7 +239,7 @@ ROWS: dict[str, Row] = {
     "relu": Row(choose("tl.where({self} <= 0, 0.0, {self})", "tl.where({self} <= 0, 0, {self})")),
     "leaky_relu": Row("tl.where({self} > 0, {self}, {self} * {negative_slope})"),
     "elu": Row("tl.where({self} > 0, {self} * {scale}, @expm1({self} * {input_scale}) * {alpha} * {scale})"),
-    "silu": Row("@div({self}, 1.0 + @exp(-{self}))"),
+    "silu": Row("@share({self}, 1.0 + @grow(-{self}))"),
     "gelu": Row(gelu.forward),
     "mish": Row("{self} * @tanh(@log1p(@exp({self})))"),
     "softplus": Row("tl.where({self} * {beta} > {threshold}, {self}, @div(@log1p(@exp({self} * {beta})), {beta}))"),

@@ -20,6 +20,48 @@ def _pow(x, exponent, kind: tl.constexpr):
 """``x ** exponent`` for a number that is known when the kernel runs; small powers are products, as in ATen's kernels.
 ``kind``: the type that a product is rounded to."""
 
+TANH = '''
+@triton.jit
+def _tanh(x):
+    a = tl.abs(x)
+    s = x * x
+    near = x + x * (s * (-0.33333299 + s * (0.13331915 + s * (-0.053783293 + s * (0.020794617 + s * -0.0058939452)))))
+    far = 1.0 - 2.0 * libdevice.fast_dividef(1.0, 1.0 + tl.exp2(a * 2.8853900817779268))
+    return tl.where(a < 0.6, near, tl.where(x < 0, -far, far))
+
+
+'''
+"""Within 2.5 units in the last place, without libdevice's branch for each element."""
+
+NORMAL = '''
+@triton.jit
+def _normal(x):
+    near = libdevice.fast_dividef(1.0, 1.0 + 0.2316418882663604 * tl.abs(x))
+    series = near * (-0.142248368 + near * (0.7107068705 + near * (-0.7265760135 + near * 0.5307027145)))
+    tail = near * (0.127414796 + series) * tl.exp2(x * x * -0.7213475204444817)
+    return tl.where(x >= 0, 1.0 - tail, tail)
+
+
+'''
+"""The normal distribution, see `codegen.gelu`."""
+
+LOGISTIC = '''
+@triton.jit
+def _logistic(x):
+    return libdevice.fast_dividef(1.0, 1.0 + libdevice.fast_expf(-x))
+
+
+'''
+
+BF16 = '''
+@triton.jit
+def _bf16(x):
+    return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $1, 0f00000000;", "=f,f", [x], tl.float32, True, 1)
+
+
+'''
+"""Rounds a float32 to the nearest bfloat16 in one instruction: the upper half of a pair whose lower half is zero."""
+
 MUL = '''
 @triton.jit
 def _mul(a, b):
@@ -40,7 +82,8 @@ def _logaddexp(a, b):
 '''
 """What scans combine with, beside sums and extremes; infinities of one sign are their own."""
 
-HELPERS = {"_pow(": POW, ", _mul)": MUL, "_logaddexp": LOGADDEXP}
+HELPERS = {"_pow(": POW, "_tanh(": TANH, "_normal(": NORMAL, "_logistic(": LOGISTIC, "_bf16(": BF16, ", _mul)": MUL,
+           "_logaddexp": LOGADDEXP}
 
 
 def used(text: str) -> str:

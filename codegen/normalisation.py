@@ -18,9 +18,9 @@ from ir_nodes.node import Node, Operand
 
 
 def exp(lowering: Lowering, value: Instr, rough: bool = False) -> Instr:
-    """Exponential, as accurate as the op's result can show; ``rough``: the result does not depend on its last bits."""
+    """Exponential, as accurate as the op's result can show; ``rough``: its last bits are lost beside a 1."""
     rounded = rough or lowering.part.node.writes[0].layout.dtype in HALF
-    return lowering.expr(f"{function('exp', value.dtype, rounded)}({{0}})", value, dtype=value.dtype)
+    return lowering.expr(f"{function('grow' if rough else 'exp', value.dtype, rounded)}({{0}})", value, dtype=value.dtype)
 
 
 def _narrow(source: Operand) -> bool:

@@ -18,7 +18,7 @@ from ir_nodes.node import Buffer, Node, Operand, Value
 
 MAX_DEPTH, MAX_EXPRESSIONS, MAX_LOADS = 5, 10, 3
 MAX_INSTRUCTIONS = 80
-_COSTLY = ("libdevice.", "tl.exp", "tl.log", "div", "sqrt", "philox")
+_COSTLY = ("libdevice.", "_tanh", "_normal", "_logistic", "tl.exp", "tl.log", "div", "sqrt", "philox")
 
 Mapped = tuple[Form, int, int]
 """A form over the space being lowered, its byte offset, and how many elements each address has to be moved back by."""

@@ -8,7 +8,7 @@ dimension and all others, or one flat axis where everything is dense, or the two
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from codegen import forms
 from codegen.aligned import cover, peel, walked
@@ -58,6 +58,7 @@ class Tile:
     peel: int = 0
     covered: int = 0  # as ``peel``, for programs that take every ``shares``-th row and mask whole vectors
     row: int = 0
+    packs: bool = True  # does the machine round two floats to bfloat16 at a time?
     mixed: bool = False  # programs walk ``share`` rows each, and sum columns beside
 
     def follows(self, step: Step) -> bool:
@@ -76,6 +77,10 @@ def addressed(body: Body) -> list[Step]:
 
 def lay_out(body: Body, tuning: Tuning, share: int = 0, shares: int = 0) -> Tile:
     """The tile of ``body``; ``share`` above 0 makes the first kernel of a reduction split over ``shares`` programs."""
+    return replace(_laid_out(body, tuning, share, shares), packs=tuning.packs and settings.enabled("packed_rounding"))
+
+
+def _laid_out(body: Body, tuning: Tuning, share: int, shares: int) -> Tile:
     steps = addressed(body)
     cuts: tuple[int, ...] | None = forms.reduced_cuts(body.reduced or (), body.numel)
     for step in steps:

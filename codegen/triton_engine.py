@@ -89,7 +89,7 @@ def tuning_of(context: Context) -> Tuning:
         return INTERPRETER
     device = torch.cuda.get_device_properties(context.device)
     blocks = device.multi_processor_count * (device.max_threads_per_multi_processor // BLOCK)
-    return replace(HOPPER, philox_blocks=blocks)
+    return replace(HOPPER, philox_blocks=blocks, packs=device.major >= 8)
 
 
 def load_kernels(kernels: Sequence[Kernel], context: Context) -> dict[Kernel, Function]:

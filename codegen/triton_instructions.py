@@ -26,6 +26,8 @@ def identity(how: str, dtype: torch.dtype) -> str:
     return str(info.min if how == "max" else info.max)
 
 
+BF16_ROUNDING = "{0}.to(tl.bfloat16).to(tl.float32)"
+
 COMBINE = {
     "add": "{0} + {1}",
     "mul": "{0} * {1}",
@@ -42,6 +44,7 @@ class InstructionWriter(IndexWriter):
         super().__init__(body, tile, arguments)
         self._names: dict[int, str] = {}
         self._emitted: set[int] = set()
+        self._computed_with = {id(arg) for step in body.steps if step.stage != "store" for arg in step.args}
 
     def _name(self, step: Step) -> str:
         return self._names.setdefault(id(step), f"t{len(self._names)}")
@@ -80,9 +83,14 @@ class InstructionWriter(IndexWriter):
         elif step.stage == "scan":
             self._scan(step)
         elif step.args:
-            self._line(f"{self._name(step)} = {step.text.format(*map(self._name, step.args))}")
+            self._line(f"{self._name(step)} = {self._text(step).format(*map(self._name, step.args))}")
         else:
             self._line(f"{self._name(step)} = tl.full([], {step.text}, {TRITON_TYPES[step.dtype]})")
+
+    def _text(self, step: Step) -> str:
+        """The expression; where the next one is computed with a value rounded to bfloat16, rounding is one instruction."""
+        inner = step.level == FULL and id(step) in self._computed_with
+        return "_bf16({0})" if inner and self.tile.packs and step.text == BF16_ROUNDING else step.text
 
     def _pointer(self, step: Step) -> str:
         assert step.access is not None

@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 from codegen.kernel import Kernel
 
 _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "fast_exp": torch.exp, "fast_fdivide": torch.div,
     "pow": torch.pow, "fmod": torch.fmod, "atan2": torch.atan2, "rint": torch.round, "trunc": torch.trunc,
     **{name: getattr(torch, name) for name in "exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh "
        "asinh acosh atanh erf erfc floor ceil".split()},
@@ -87,6 +88,12 @@ def _scan(input: Any, axis: int, combine: Any, reverse: bool = False, **_: Any) 
     return tl.core.tensor(interpreter.TensorHandle(numpy.flip(out, axis) if reverse else out, input.dtype.scalar), input.type)
 
 
+def _assembly(text: str, constraints: str, args: Any, dtype: Any, is_pure: bool, pack: int) -> Any:
+    (arg,) = args
+    assert text.startswith("cvt.rn.bf16x2.f32"), f"no meaning for {text}"
+    return tl.core.tensor(interpreter.TensorHandle(widen_bfloat16(narrow_to_bfloat16(arg.handle.data)), dtype), arg.type)
+
+
 def _argument(value: Any, kind: str) -> Any:
     """A kernel argument of Triton type ``kind``: the address of a tensor's first element, or a number."""
     if kind.startswith("*"):
@@ -125,6 +132,7 @@ def interpret(kernel: Kernel, function: Callable[..., None]) -> Callable[[tuple[
         scope = interpreter._patch_lang(function)
         interpreter._patch_builtin(libdevice, _builder, scope)
         scope.set_attr(tl, "reduce", _reduce)
+        scope.set_attr(tl, "inline_asm_elementwise", _assembly)
         scope.set_attr(tl, "associative_scan", _scan)
         scope.set_attr(JITFunction, "__call__", lambda called, *args: called.fn(*map(_numbers, args)))
         scope.set_attr(tl.tensor, "__index__", lambda scalar: int(scalar.handle.data.item()))  # older releases need 0-d

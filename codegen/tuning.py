@@ -59,6 +59,7 @@ class Tuning:
     loop_lane: int = 32
     online_lane: int = 16
     stages: int = 3
+    packs: bool = True  # False before compute capability 8
     peeled: int = 256
     covered: int = 256
     mixed_row: int = 8192

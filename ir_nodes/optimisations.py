@@ -22,6 +22,7 @@ OPTIMISATIONS: dict[str, str] = {
     "tiling": "two-dimensional tiles where operands disagree on the fast axis",
     "aligned_rows": "rows that start off 16-byte boundaries are read in blocks that start on them",
     "loop_order": "a kernel walks its dimensions in the order that suits its operands",
+    "packed_rounding": "rounding to bfloat16 between two steps of a kernel is one instruction",
     "combo": "small kernels that do not depend on one another share a launch",
     "templates": "matrix products with what follows them in one kernel, where LAZYSCHED_TEMPLATES asks and it measured faster",
     "autotune": "block sizes and warps are measured, once per kernel and machine, where LAZYSCHED_AUTOTUNE asks for it",

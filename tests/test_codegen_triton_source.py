@@ -36,7 +36,7 @@ POINTWISE = '''def pointwise_add_relu(n1, n0, p0, p1, p2, B0: tl.constexpr, B1: 
     t1 = tl.full([], 1.0, tl.float32)
     t2 = tl.load(p1 + i1, mask=m1).to(tl.float32)
     t3 = t0 + t1 * t2
-    t4 = t3.to(tl.bfloat16).to(tl.float32)
+    t4 = _bf16(t3)
     t5 = tl.where(t4 <= 0, 0.0, t4)
     t6 = t5.to(tl.bfloat16).to(tl.float32)
     tl.store(p2 + i0 * n1 + i1, t6, mask=m0 & m1)

@@ -1,0 +1,64 @@
+"""What kernels' machine code must be like for an H200: wide loads, few instructions for each element. Compiled, not run."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import CACHE, check, kernels, record
+
+from codegen import triton_compile
+from codegen.fuse import plan
+from codegen.tuning import HOPPER, Tuning
+from ir_nodes import settings
+
+BF16 = torch.bfloat16
+
+
+def ptx(program: Callable[..., Any], *inputs: torch.Tensor, tuning: Tuning = HOPPER) -> str:
+    """The only kernel's instructions."""
+    (step,) = kernels(plan(record(program, *inputs)[0].graph, tuning=tuning))
+    return str(triton_compile.compile_for_hopper(step.kernel, CACHE).handle.asm["ptx"])
+
+
+def count(text: str, instruction: str) -> int:
+    return len(re.findall(rf"\b{re.escape(instruction)}\b", text))
+
+
+def rows(*size: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.randn(size).to(dtype)
+
+
+def test_rounding_between_steps_is_one_instruction() -> None:
+    chain = lambda x, y: (x + y) * y - x  # noqa: E731
+    text = ptx(chain, rows(256, 512), rows(256, 512))
+    stored = count(text, "cvt.rn.bf16.f32")
+    assert stored and count(text, "cvt.rn.bf16x2.f32") == 2 * stored
+    with settings.override(disable="packed_rounding"):
+        plain = check(chain, rows(256, 512), rows(256, 512), count=1, rtol=0.0, atol=0.0)
+    packed = check(chain, rows(256, 512), rows(256, 512), count=1, rtol=0.0, atol=0.0)
+    assert "_bf16" in kernels(packed)[0].kernel.source and "_bf16" not in kernels(plain)[0].kernel.source
+    older = check(chain, rows(256, 512), rows(256, 512), count=1, tuning=HOPPER.changed("packs=0"))
+    assert "_bf16" not in kernels(older)[0].kernel.source
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_in_16_bits_divides_and_exponentiates_once(approximate: str) -> None:
+    text = ptx(lambda x: F.gelu(x, approximate=approximate), rows(64, 512))
+    lane = count(text, "ex2.approx.ftz.f32")
+    assert lane and count(text, "div.approx.ftz.f32") == lane
+    assert not count(text, "div.full.f32") and not count(text, "ex2.approx.f32")
+
+
+def test_tanh_has_no_branches() -> None:
+    text = ptx(torch.tanh, rows(64, 512, dtype=torch.float32))
+    assert not count(text, "bra") and count(text, "div.approx.ftz.f32")
+
+
+def test_tanh_is_as_exact_as_libdevices() -> None:
+    rare = torch.tensor([0.0, 1e-30, torch.inf, -torch.inf, torch.nan])
+    x = torch.cat([torch.linspace(-11, 11, 4001), torch.linspace(-0.7, 0.7, 2001), rare])
+    check(torch.tanh, x, rtol=3e-7, atol=0.0)
