@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime
 import json
@@ -13,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +27,7 @@ from ir_nodes import settings
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 MARK = "benchmark result: "
+LEAST_SECONDS = 15.0  # in which a process can measure something
 
 
 @contextlib.contextmanager
@@ -54,7 +57,8 @@ def in_process(module: str, contestant: str, arguments: Iterable[str] = (), vari
                timeout: float | None = None) -> Any:
     """What ``python -m module --child contestant`` hands in, with ``variables`` added to its environment.
 
-    Raises RuntimeError with its last words where it fails, or runs longer than ``timeout`` seconds.
+    A child that is stopped after ``timeout`` seconds counts with what it has handed in by then. Raises RuntimeError with its last
+    words where it fails.
     """
     environment = {**settings.child_environment(), **(variables or {})}
     if not contestant.startswith("lazysched"):
@@ -62,16 +66,32 @@ def in_process(module: str, contestant: str, arguments: Iterable[str] = (), vari
     command = [sys.executable, "-m", module, "--child", contestant, *arguments]
     try:
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{contestant} took longer than {timeout:.0f} s") from None
-    found = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    except subprocess.TimeoutExpired as late:
+        found = handed_in(late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or "")
+        if not found:
+            raise RuntimeError(f"{contestant} took longer than {timeout:.0f} s") from None
+        print(f"{contestant}: stopped after {timeout:.0f} s, what it had measured counts", file=sys.stderr, flush=True)
+        return found[-1]
+    found = handed_in(done.stdout)
     if done.returncode or not found:
         raise RuntimeError(f"{contestant} failed ({done.returncode}): {(done.stderr or done.stdout)[-3000:]}")
-    return json.loads(found[-1][len(MARK) :])
+    return found[-1]
+
+
+def handed_in(output: str) -> list[Any]:
+    """What a child has handed in, each time more of it; the last is all."""
+    found = []
+    for line in output.splitlines():
+        if line.startswith(MARK):
+            try:
+                found.append(json.loads(line[len(MARK) :]))
+            except json.JSONDecodeError:  # the process ended within the line
+                continue
+    return found
 
 
 def hand_in(result: Any) -> None:
-    """What a child calls to give ``result`` to its parent."""
+    """What a child calls to give ``result`` to its parent; the last call counts."""
     print(MARK + json.dumps(result), flush=True)
 
 
@@ -122,12 +142,37 @@ def _commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def save(name: str, result: Any) -> Path:
-    """Writes ``result`` with machine and versions to benchmarks/results/<name>-<machine>-<date>.json."""
+class Budget:
+    """Seconds that a benchmark may take; None: as many as it likes."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.end = math.inf if seconds is None else time.monotonic() + seconds
+
+    def left(self, most: float) -> float:
+        """Seconds that the next process may take, ``most`` at the most."""
+        return max(0.0, min(most, self.end - time.monotonic()))
+
+    def refuses(self, what: str) -> bool:
+        """Is too little left to begin ``what``? Says so."""
+        spent = self.left(math.inf) < LEAST_SECONDS
+        if spent:
+            print(f"{what}: left out, the budget is spent", file=sys.stderr, flush=True)
+        return spent
+
+
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """Options of benchmarks that may be cut short: what they have measured by then is saved."""
+    parser.add_argument("--budget", type=float, help="seconds of the whole; what would begin later is left out")
+    parser.add_argument("--output", type=Path, help="folder of the results, which are saved as they come")
+
+
+def save(name: str, result: Any, folder: Path | None = None, quiet: bool = False) -> Path:
+    """Writes ``result`` with machine and versions to FOLDER/<name>-<machine>-<date>.json; benchmarks/results by default."""
     told = machine()
     label = re.sub(r"[^a-z0-9]+", "-", (told["gpu"] or f"cpu {told['threads']} threads").lower()).strip("-")
-    path = RESULTS / f"{name}-{label}-{datetime.date.today().isoformat()}.json"
-    RESULTS.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"machine": told, "result": result}, indent=1) + "\n")
-    print(f"saved {path.relative_to(ROOT)}")
+    path = (folder or RESULTS) / f"{name}-{label}-{datetime.date.today().isoformat()}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": told, "result": result}, indent=1, default=str) + "\n")
+    if not quiet:
+        print(f"saved {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
     return path

@@ -1,4 +1,5 @@
-"""What `benchmarks.kernels` times: memory-bound programs, their inputs and the bytes that must move. Imports torch only.
+"""What `benchmarks.kernels` times: memory-bound programs, their inputs and the bytes that must move. Imports torch and
+`benchmarks.optimizer`.
 
 A program is an ordinary function of tensors. Backward ones are what autograd calls, or, where ``trains``, a loss whose gradient
 is asked for. The floor of each is every input read once and every result written once.
@@ -13,18 +14,24 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim.adamw import adamw
+
+from benchmarks.optimizer import sizes as parameter_sizes
 
 aten = torch.ops.aten
 Sizes = tuple[int, ...]
 MATRIX = {"large": (16384, 8192), "odd": (8191, 5003), "gpt": (16384, 768), "small": (64, 768)}
-WIDE = {"50257": (8192, 50257), "128256": (4096, 128256), "small": (64, 1000)}
+WIDE = {"50257": (8192, 50257), "128256": (4096, 128256), "odd": (2047, 30523), "small": (64, 1000)}
 SQUARE = {"large": (8192, 8192), "odd": (5003, 4099), "small": (64, 96)}
+PARAMETERS = {"124M": (0,), "small": (1,)}  # all of GPT-2's; of a tiny one
+BETAS, STEP = (0.9, 0.999), 7.0
 
 
 @dataclass(frozen=True)
 class Case:
     """``inputs``: from (sizes, maker of a random tensor, maker of indices below a bound); ``streams``: how often the first
-    input's bytes move. ``trains``: the gradient of the program's result with respect to the first input is part of it."""
+    input's bytes move; 0: see `bytes_moved`. ``trains``: the gradient of the program's result with respect to the first input is
+    part of it."""
 
     name: str
     program: Callable[..., Any]
@@ -78,6 +85,51 @@ def cross_entropy(x: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(x.float(), target)
 
 
+def parted(tensors: Sequence[Tensor], count: int) -> list[list[Tensor]]:
+    """``count`` lists of equal length."""
+    each = len(tensors) // count
+    return [list(tensors[i * each : (i + 1) * each]) for i in range(count)]
+
+
+def adamw_foreach(*tensors: Tensor) -> list[Tensor]:
+    parameters, gradients, means, squares, steps = parted(tensors, 5)
+    adamw(parameters, gradients, means, squares, [], steps, foreach=True, amsgrad=False, beta1=BETAS[0], beta2=BETAS[1], lr=1e-3,
+          weight_decay=0.01, eps=1e-8, maximize=False)
+    return parameters
+
+
+def adamw_fused(*tensors: Tensor) -> list[Tensor]:
+    parameters, gradients, means, squares, steps = parted(tensors, 5)
+    torch._fused_adamw_(parameters, gradients, means, squares, [], steps, lr=1e-3, beta1=BETAS[0], beta2=BETAS[1],
+                        weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False)
+    return parameters
+
+
+def clip(*gradients: Tensor) -> list[Tensor]:
+    """`torch.nn.utils.clip_grad_norm_`, of the norm of all."""
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    torch._foreach_mul_(gradients, torch.clamp(1.0 / (norm + 1e-6), max=1.0))
+    return list(gradients)
+
+
+def _parameters(lists: int, new: Callable[..., Tensor], size: Sizes) -> list[Tensor]:
+    shapes = parameter_sizes(("gpt2", "tiny")[size[0]])
+    return [new(*shape).abs() if squares else new(*shape) for squares in [False] * min(lists, 3) + [True] * (lists - 3)
+            for shape in shapes]
+
+
+def _foreach(size: Sizes, new: Callable[..., Tensor], _: Any) -> Sequence[Any]:
+    """Parameters, gradients, both moments, and step numbers on the CPU."""
+    found = _parameters(4, new, size)
+    return [*found, *(torch.full((), STEP) for _ in range(len(found) // 4))]
+
+
+def _fused(size: Sizes, new: Callable[..., Tensor], _: Any) -> Sequence[Any]:
+    """The same with step numbers on the device."""
+    found = _parameters(4, new, size)
+    return [*found, *(new(dtype=torch.float32).zero_().add_(STEP) for _ in range(len(found) // 4))]
+
+
 def _rows(*, vectors: int = 0, tensors: int = 1) -> Callable[..., Sequence[Any]]:
     return lambda size, new, _: [*(new(*size) for _ in range(tensors)), *(new(size[-1]) for _ in range(vectors))]
 
@@ -88,7 +140,7 @@ def _statistics(size: Sizes, new: Callable[..., Tensor], _: Any) -> Sequence[Any
 
 
 def _rotary(size: Sizes, new: Callable[..., Tensor], _: Any) -> Sequence[Any]:
-    return [new(size[0] // 64, 16, 64, 128), new(1, 1, 64, 128), new(1, 1, 64, 128)]
+    return [new(size[0] // 64, 16, 64, size[1]), new(1, 1, 64, size[1]), new(1, 1, 64, size[1])]
 
 
 def _targets(size: Sizes, new: Callable[..., Tensor], index: Callable[..., Tensor]) -> Sequence[Any]:
@@ -102,7 +154,7 @@ CASES = [
     Case("rms norm", rms_norm, _rows(vectors=1), 2, MATRIX),
     Case("add+norm", add_norm, _rows(vectors=2, tensors=2), 4, MATRIX),
     Case("swiglu", lambda x, y: F.silu(x) * y, _rows(tensors=2), 3, MATRIX),
-    Case("rotary", rotary, _rotary, 2, {"large": (65536, 128), "small": (64, 128)}),
+    Case("rotary", rotary, _rotary, 2, {"large": (65536, 128), "odd": (16384, 74), "small": (64, 128)}),
     Case("cross entropy", cross_entropy, _targets, 1, WIDE),
     Case("full sum", lambda x: x.sum(), _rows(), 1, MATRIX),
     Case("row+column sums", lambda x: (x.sum(0), x.sum(1)), _rows(), 1, MATRIX),
@@ -112,17 +164,20 @@ CASES = [
     Case("softmax+cumsum", lambda x: x.softmax(-1).cumsum(-1), _rows(), 2, MATRIX),
     Case("transpose+add", lambda x, y: x.t() + y, lambda s, new, _: [new(s[1], s[0]), new(*s)], 3, SQUARE),
     Case("dropout+add", lambda x, y: F.dropout(x, 0.1) + y, _rows(tensors=2), 3, MATRIX, random=True),
-    Case("embedding", lambda i, w: F.embedding(i, w), lambda s, new, index: [index(50257, s[0] * 8), new(50257, 768)], 0,
-         {"large": (16384, 768), "small": (16, 768)}),
+    Case("embedding", lambda i, w: F.embedding(i, w), lambda s, new, index: [index(50257, s[0] * 8), new(50257, s[1])], 0,
+         {"large": (16384, 768), "odd": (2047, 771), "small": (16, 768)}),
     Case("cast chain", cast_chain, _rows(), 2, MATRIX),
-    Case("group norm", lambda x: F.group_norm(x, 32), lambda s, new, _: [new(s[0], 256, 32, 32)], 2,
-         {"large": (256, 1), "small": (2, 1)}),
+    Case("group norm", lambda x: F.group_norm(x, 32), lambda s, new, _: [new(s[0], 256, s[1], s[1])], 2,
+         {"large": (256, 32), "odd": (33, 31), "small": (2, 32)}),
     Case("layer norm backward", layer_norm_backward, _statistics, 3, MATRIX),
     Case("rms norm backward", rms_norm_backward, _rows(vectors=1, tensors=2), 3, MATRIX),
     Case("softmax backward", lambda g, y: aten._softmax_backward_data(g, y, -1, y.dtype), _rows(tensors=2), 3, MATRIX),
     Case("cross entropy fwd+bwd", cross_entropy, _targets, 3, WIDE, trains=True),
     Case("gelu+bias backward", gelu_backward, _rows(tensors=2), 3, MATRIX),
     Case("swiglu backward", swiglu_backward, _rows(tensors=3), 5, MATRIX),
+    Case("AdamW foreach", adamw_foreach, _foreach, 0, PARAMETERS),
+    Case("AdamW fused", adamw_fused, _fused, 0, PARAMETERS),
+    Case("clip by global norm", clip, lambda size, new, _: _parameters(1, new, size), 0, PARAMETERS),
 ]  # fmt: skip
 
 
@@ -131,4 +186,8 @@ def bytes_moved(case: Case, inputs: Sequence[Any]) -> float:
     if case.name == "embedding":
         index, weight = inputs
         return index.nbytes + 2 * index.numel() * weight.shape[1] * weight.element_size()
+    if case.shapes is PARAMETERS:  # clipping reads gradients twice, as no cache holds them; AdamW writes all but gradients
+        lists = 1 if case.name.startswith("clip") else 5
+        first = sum(one.nbytes for one in parted(inputs, lists)[0])
+        return first * (3 if lists == 1 else 7)
     return case.streams * inputs[0].nbytes

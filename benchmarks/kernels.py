@@ -1,10 +1,11 @@
 """How near memory-bound kernels come to the GPU's copy bandwidth: eager, torch.compile, lazysched. Imports torch,
 `benchmarks.common`, `benchmarks.kernel_cases` and, for lazysched, lazy_backend.
 
-    python -m benchmarks.kernels [--dtype bf16] [--only softmax] [--contestants eager,compile,lazysched] [--largest]
+    python -m benchmarks.kernels [--dtypes bf16 fp32] [--only softmax] [--contestants eager compile lazysched] [--largest]
 
 Each contestant runs in its own process. Kernels are compiled before, by several processes that fill the caches on disk. What a
-program takes is measured twice: on the GPU alone, with its launches queued behind a pause, and by the clock on the wall.
+program takes is measured twice: on the GPU alone, with its launches queued behind a pause, and by the clock on the wall. Without
+a GPU only small shapes run, to try it out.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import ROOT, hand_in, in_process, machine, save, table
+from benchmarks.common import ROOT, Budget, add_limits, hand_in, in_process, machine, save, table
 from benchmarks.kernel_cases import CASES, Case, Sizes, bytes_moved
+from benchmarks.profiling import gpu_kernels
+from benchmarks.timing import copy_rate, gpu_seconds, wall_seconds
 from ir_nodes import settings
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -30,11 +33,13 @@ MODES = {"compile": None, "max-autotune": "max-autotune-no-cudagraphs"}
 CACHED = 200 << 20  # bytes of inputs and results that no cache holds
 COMPILERS = 6  # processes that compile at a time
 SAMPLES = 1 << 16
+NOT_LARGE = ("small", "gpt", "odd")
+PHYSICAL = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def make_inputs(case: Case, size: Sizes, dtype: torch.dtype, device: str, seed: int) -> list[Any]:
-    generator = torch.Generator("cpu" if device == "cpu" else "cuda").manual_seed(seed)
-    where = "cpu" if device == "cpu" else "cuda"
+    where = PHYSICAL
+    generator = torch.Generator(where).manual_seed(seed)
 
     def new(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, device=where, dtype=torch.float32).normal_(generator=generator).to(dtype).to(device)
@@ -71,8 +76,8 @@ def error(case: Case, run: Callable[..., list[torch.Tensor]], inputs: Sequence[A
     """The worst result's distance from the same program in float64, relative to its norm; NaN where it draws."""
     if case.random:
         return math.nan
-    exact = [x.detach().to("cuda" if torch.cuda.is_available() else "cpu") if isinstance(x, torch.Tensor) else x for x in inputs]
-    exact = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in exact]
+    exact = [x.detach().to(PHYSICAL) if isinstance(x, torch.Tensor) and x.device.type == "lazysched" else x for x in inputs]
+    exact = [x.detach().double() if torch.is_tensor(x) and x.is_floating_point() else x for x in exact]
     if case.trains:
         exact[0].requires_grad_()
     wanted = calls(case, reference(case), lambda: None)(*exact)
@@ -92,43 +97,20 @@ def reference(case: Case) -> Callable[..., Any]:
     return case.program
 
 
-def gpu_seconds(run: Callable[[int], Any], count: int, host: float = 1e-4) -> float:
-    """Seconds of one call on the GPU, whose launches were all queued before the first one began. ``host``: what a call takes by
-    the clock, at least."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    torch.cuda._sleep(int(2e9 * min(1.5 * host * count, 0.1)))
-    begin.record()
-    for number in range(count):
-        run(number)
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1e3 / count
-
-
-def wall_seconds(run: Callable[[int], Any], count: int) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for number in range(count):
-        run(number)
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) / count
-
-
 def chosen(options: argparse.Namespace) -> Iterator[tuple[str, Case, Sizes, torch.dtype]]:
     """Every (key, case, sizes, dtype) that is asked for."""
-    for name in options.dtype.split(","):
+    for name in options.dtypes:
         for case in CASES:
             for label, size in case.shapes.items():
-                large = label not in ("small", "gpt", "odd")
-                if any(part in case.name for part in options.only.split("|")) and (large or not options.largest):
+                asked = label == "small" if options.tiny else not (options.largest and label in NOT_LARGE)
+                if asked and any(part in case.name for part in options.only.split("|")):
                     yield f"{case.name}/{label}/{name}", case, size, DTYPES[name]
 
 
 def child(contestant: str, options: argparse.Namespace) -> None:
-    """Measures all cases, or with ``--part`` only compiles some of them."""
+    """Measures all cases and hands in after each, or with ``--part`` only compiles some of them."""
     barrier: Callable[[], None] = lambda: None  # noqa: E731
-    device = "cuda"
+    device = PHYSICAL
     if contestant == "lazysched":
         import lazy_backend
 
@@ -150,6 +132,7 @@ def child(contestant: str, options: argparse.Namespace) -> None:
                 results[key] = measured(case, run, size, dtype, device)
         except Exception as failure:  # one contestant's failure must not cost the table
             results[key] = {"failed": f"{type(failure).__name__}: {str(failure)[:300]}"}
+        hand_in(results)
     hand_in(results)
 
 
@@ -163,24 +146,23 @@ def measured(case: Case, run: Callable[..., list[torch.Tensor]], size: Sizes, dt
     def call(number: int) -> None:
         kept[:] = [run(*sets[number % len(sets)])]
 
+    kernels = count_kernels(lambda: call(0))
     for number in range(max(3, len(sets))):
         call(number)
     count = 20 if moved < CACHED else 10
     wall = statistics.median(wall_seconds(call, count) for _ in range(3))
     gpu = statistics.median(gpu_seconds(call, count, wall) for _ in range(3))
-    return {"gpu": gpu, "wall": wall, "bytes": moved, "error": wrong}
+    return {"gpu": gpu, "wall": wall, "bytes": moved, "error": wrong, "kernels": kernels}
 
 
-def copy_bandwidth() -> float:
-    """Bytes per second of a large copy on the GPU, read and written."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
-    sink = torch.empty_like(source)
-    sink.copy_(source)
-    return 2 * source.nbytes / gpu_seconds(lambda _: sink.copy_(source), 10)
+def count_kernels(run: Callable[[], Any]) -> int | None:
+    """Of one call on a GPU, copies and fills among them."""
+    run()
+    return sum(count for _, count, _ in gpu_kernels(run)) if PHYSICAL == "cuda" else None
 
 
-def compile_all(contestants: Sequence[str], arguments: Sequence[str]) -> None:
-    """Fill the caches on disk, in several processes."""
+def compile_all(contestants: Sequence[str], arguments: Sequence[str], seconds: float) -> None:
+    """Fill the caches on disk, in several processes, which stop after so many seconds."""
     running = []
     for contestant in contestants:
         many = COMPILERS if contestant in MODES else 2 if contestant == "lazysched" else 0
@@ -188,24 +170,31 @@ def compile_all(contestants: Sequence[str], arguments: Sequence[str]) -> None:
             command = [sys.executable, "-m", "benchmarks.kernels", "--child", contestant, "--part", f"{part}/{many}", *arguments]
             running.append(subprocess.Popen(command, cwd=ROOT, env=settings.child_environment(), stdout=subprocess.DEVNULL,
                                             stderr=subprocess.DEVNULL))
+    end = time.monotonic() + seconds
     for process in running:
-        process.wait()
+        try:
+            process.wait(max(0.1, min(end - time.monotonic(), 1e6)))
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
 def show(results: dict[str, dict[str, Any]], bandwidth: float) -> str:
-    """Share of the floor that each contestant reaches on the GPU, microseconds by the clock, and lazysched's error."""
+    """Share of the floor that each contestant reaches on the GPU, microseconds by the clock, kernels, and lazysched's error."""
     names = list(results)
     rows = []
     for key in dict.fromkeys(key for found in results.values() for key in found):
         known = {name: results[name].get(key, {}) for name in names}
         floor = next((one["bytes"] / bandwidth for one in known.values() if "bytes" in one), math.nan)
         cells: list[object] = [key, f"{floor * 1e6:.1f}"]
-        cells += [f"{floor / one['gpu']:.2f}" if "gpu" in one else "failed" for one in known.values()]
+        cells += [f"{floor / one['gpu']:.2f}" if "gpu" in one else "failed" if "failed" in one else "" for one in known.values()]
         cells += [f"{one['wall'] * 1e6:.1f}" if "wall" in one else "-" for one in known.values()]
+        cells.append(" ".join(str(one.get("kernels") or "-") for one in known.values()))
+        best = min((one["gpu"] for name, one in known.items() if "gpu" in one and name != "lazysched"), default=math.nan)
         mine = known.get("lazysched", {})
+        cells.append(f"{best / mine['gpu']:.2f}" if "gpu" in mine else "-")
         cells.append(f"{mine['error']:.1e}" if "error" in mine else mine.get("failed", "-")[:60])
         rows.append(cells)
-    header = ["case", "floor us", *names, *(f"{name} us" for name in names), "error"]
+    header = ["case", "floor us", *names, *(f"{name} us" for name in names), "kernels", "x best other", "error"]
     return table(header, rows)
 
 
@@ -240,32 +229,52 @@ def draw(path: Path, results: dict[str, dict[str, Any]], bandwidth: float) -> No
     print(f"saved {path}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--dtype", default="bf16", help="bf16, fp32, or both with a comma")
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
     parser.add_argument("--only", default="", help="parts of the cases' names, with | between")
-    parser.add_argument("--contestants", default="eager,compile,lazysched")
+    known, usual = ("eager", *MODES, "lazysched"), ["eager", "compile", "lazysched"]
+    parser.add_argument("--contestants", nargs="+", choices=known, default=usual)
     parser.add_argument("--largest", action="store_true", help="only the shapes beyond the caches")
-    parser.add_argument("--child", default="")
-    parser.add_argument("--part", default="")
-    options = parser.parse_args()
+    parser.add_argument("--tiny", action="store_true", default=PHYSICAL == "cpu", help="only small shapes; without a GPU always")
+    parser.add_argument("--save", metavar="NAME", default="kernels", help="of the results' file; small shapes are not saved")
+    add_limits(parser)
+    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--part", default="", help=argparse.SUPPRESS)
+    options = parser.parse_args(words)
     if options.child:
         child(options.child, options)
         return
-    contestants = options.contestants.split(",")
-    arguments = ["--dtype", options.dtype, "--only", options.only, *(["--largest"] if options.largest else [])]
-    start = time.perf_counter()
-    compile_all(contestants, arguments)
-    print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
-    bandwidth = copy_bandwidth()
-    print(f"copy: {bandwidth / 1e12:.2f} TB/s", flush=True)
-    results = {}
-    for name in contestants:
-        results[name] = in_process("benchmarks.kernels", name, arguments)
+    budget, start = Budget(options.budget), time.perf_counter()
+    arguments = ["--dtypes", *options.dtypes, "--only", options.only]
+    arguments += ["--largest"] * options.largest + ["--tiny"] * options.tiny
+    compile_all(options.contestants, arguments, budget.left(math.inf) / 2)
+    compiled = time.perf_counter() - start
+    bandwidth = copy_rate()
+    print(f"compiled in {compiled:.0f} s; copy: {bandwidth / 1e12:.2f} TB/s", flush=True)
+    results: dict[str, Any] = {}
+    path = None
+    for place, name in enumerate(options.contestants):
+        if budget.refuses(name):
+            continue
+        try:
+            seconds = share(budget, len(options.contestants) - place)
+            results[name] = in_process("benchmarks.kernels", name, arguments, None, seconds)
+        except RuntimeError as error:
+            print(error, file=sys.stderr, flush=True)
         print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
+        if not options.tiny or options.output:
+            kept = {"copy": bandwidth, "dtypes": options.dtypes, "compiled_s": compiled, "cases": results}
+            path = save(options.save, kept, options.output, quiet=True)
     print(show(results, bandwidth))
-    path = save("kernels", {"copy": bandwidth, "dtype": options.dtype, "cases": results})
-    draw(path.with_suffix(".png"), results, bandwidth)
+    if path and not options.tiny:
+        draw(path.with_suffix(".png"), results, bandwidth)
+
+
+def share(budget: Budget, contestants: int) -> float | None:
+    """Seconds for the next of so many contestants; None: as many as it likes."""
+    left = budget.left(math.inf)
+    return None if left == math.inf else left / contestants
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import torch
 
 from benchmarks.common import hand_in, in_rounds, save, table
 from benchmarks.plot import bars
+from benchmarks.timing import copy_rate
 from ir_nodes import settings
 
 TASKS = {"adamw": 28, "sgd": 20, "adamw, clipped": 36}
@@ -85,22 +86,6 @@ def child(contestant: str, task: str, parameters: str, steps: int) -> None:
     if ours:
         result["launches"] = (lazy_backend.stats()["nodes_run"] - before["nodes_run"]) / steps
     hand_in(result)
-
-
-def copy_rate() -> float:
-    """Bytes a second of a large copy, reading and writing counted."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    source = torch.empty((1 << 30 if device == "cuda" else 1 << 26), dtype=torch.uint8, device=device)
-    sink = torch.empty_like(source)
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    times = []
-    for _ in range(12):
-        wait()
-        start = time.perf_counter()
-        sink.copy_(source)
-        wait()
-        times.append(time.perf_counter() - start)
-    return 2 * source.nbytes / statistics.median(times[2:])
 
 
 def main() -> None:
