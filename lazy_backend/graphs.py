@@ -1,7 +1,8 @@
 """Captures what a program launches as a CUDA graph. Imports torch and `lazy_backend.core` only.
 
-PyTorch's own `torch.cuda.CUDAGraph` holds the capture: it gives the allocator a pool that belongs to the graph. Each graph has a
-pool of its own, since its results stay where they are until it runs again.
+PyTorch's own `torch.cuda.CUDAGraph` holds the capture: it gives the allocator a pool for what is taken meanwhile. Graphs that
+are captured for one stream share a pool, so that the intermediate results of one lie where those of another did: they never run
+at the same time. Results stay with the program, which keeps other graphs out of their memory.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from lazy_backend import core
 
 _streams: dict[int, torch.cuda.Stream] = {}  # the default stream can't be captured
+_pools: dict[tuple[int, int], tuple[int, int]] = {}  # of a device and a stream
 
 
 def capture(device: int, body: Callable[[int], None]) -> tuple[int, torch.cuda.CUDAGraph]:
@@ -24,10 +26,13 @@ def capture(device: int, body: Callable[[int], None]) -> tuple[int, torch.cuda.C
     """
     with torch.cuda.device(device):
         stream = _streams.get(device) or _streams.setdefault(device, torch.cuda.Stream(device))
-        stream.wait_stream(torch.cuda.current_stream())
+        current = torch.cuda.current_stream()
+        stream.wait_stream(current)
+        key = (device, current.cuda_stream)
+        pool = _pools.get(key) or _pools.setdefault(key, torch.cuda.graph_pool_handle())
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.stream(stream):
-            graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 body(stream.cuda_stream)
             except BaseException:

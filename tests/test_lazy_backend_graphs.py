@@ -96,3 +96,17 @@ def test_a_stream_of_its_own() -> None:
             lazy_backend.mark_step()
         torch.lazysched.synchronize()
         torch.testing.assert_close(y.cpu(), z.cpu())
+
+
+def test_graphs_of_one_stream_share_their_memory() -> None:
+    """What one uses between its launches and then drops, the next uses too."""
+    from lazy_backend import graphs
+
+    def body(_: int) -> None:
+        torch.empty(1 << 26, dtype=torch.uint8, device="cuda").fill_(1)
+
+    lazy_backend.mark_step()
+    kept = [graphs.capture(0, body)]
+    before = torch.cuda.memory_reserved()
+    kept += [graphs.capture(0, body) for _ in range(3)]
+    assert torch.cuda.memory_reserved() == before
