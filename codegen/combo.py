@@ -108,6 +108,11 @@ def size_of(value: Held) -> int:
     return value.nbytes if isinstance(value, Temporary) else value.buffer.nbytes
 
 
+def moved(step: Step, value: Held) -> int:
+    """Bytes of ``value`` that ``step`` reads or writes."""
+    return step.bytes_of(value) if isinstance(step, KernelStep) else size_of(value)
+
+
 def kernel_key(step: Step) -> KernelKey | None:
     """Equal for steps that one lane can run; None for those that no combo can."""
     if isinstance(step, ExternStep) or step.grid[1:] != (1, 1) or len(step.args) + 2 > MAX_ARGUMENTS:
@@ -143,7 +148,7 @@ def items_of(plan: Plan) -> list[Item]:
 
 def _describe(item: Item, step: Step, made: set[Held], used: set[Held]) -> None:
     read, written = touched(step)
-    item.nbytes = sum(map(size_of, (*read, *written)))
+    item.nbytes = sum(moved(step, value) for value in (*read, *written))
     if sum(size_of(value) for value in read if value in made) > HELD:
         item.reading = item.ready
     if sum(size_of(value) for value in written if value in used) > HELD:
@@ -160,7 +165,7 @@ class Joiner:
     def __init__(self, steps: Sequence[Step]) -> None:
         self.refusals: list[Refusal] = []
         self._steps = steps
-        self._work = [0, *accumulate(sum(map(size_of, sum(touched(step), []))) for step in steps)]
+        self._work = [0, *accumulate(sum(moved(step, one) for one in sum(touched(step), [])) for step in steps)]
 
     def join(self, items: Sequence[Item], key_of: Callable[[Item], Hashable | None]) -> None:
         """Each item joins one of the last few with its key, or is one that others may join."""

@@ -156,7 +156,8 @@ class ComboWriter:
                           tuple(dict.fromkeys(node for step in steps for node in step.nodes)),
                           tuple(dict.fromkeys(value for step in steps for value in step.elided)),
                           tuple(dict.fromkeys(value for step in steps for value in step.reads)),
-                          tuple(dict.fromkeys(value for step in steps for value in step.writes)))
+                          tuple(dict.fromkeys(value for step in steps for value in step.writes)),
+                          picks=tuple(pick for step in steps for pick in step.picks))
 
     def _blocks_per_program(self) -> int:
         blocks = sum(-(-step.flat // self._block(lane)) for lane in self.lanes if lane.flat for step in lane.steps)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from codegen.body import Body, BodyBuilder, Scratch
 from codegen.group import Group
+from codegen.instructions import KEPT
 from codegen.kernel import Kernel, KernelStep, Temporary
 from codegen.onehot import sum_one_hots
 from codegen.online import merge_passes
@@ -100,7 +101,19 @@ def _launch(body: Body, tile: Tile, nodes: tuple[Node, ...], scratch: Scratch) -
     stores = [step.access.value for step in body.steps if step.stage == "store" and step.access]
     return KernelStep(kernel, (_programs(tile), 1, 1), tuple(entry[2] for entry in arguments.entries), nodes,
                       tuple(body.elided), _sources(arguments, loads), _sources(arguments, stores),
-                      flat=tile.axes[1].extent if tile.axes[0] is None else 0, reuses=() if tile.looped else reuses(body))
+                      flat=tile.axes[1].extent if tile.axes[0] is None else 0, reuses=() if tile.looped else reuses(body),
+                      picks=_picks(body))
+
+
+def _picks(body: Body) -> tuple[tuple[Value, int], ...]:
+    """Bytes of values that are touched at scattered places only."""
+    accesses = [(step.access, body.kept if step.level == KEPT else body.numel) for step in body.steps if step.access is not None]
+    whole = {access.value for access, _ in accesses if not access.scattered}
+    picked: dict[Value, int] = {}
+    for access, count in accesses:
+        if access.value not in whole:
+            picked[access.value] = picked.get(access.value, 0) + count * access.dtype.itemsize
+    return tuple((value, min(nbytes, value.buffer.nbytes)) for value, nbytes in picked.items())
 
 
 def _sources(arguments: ArgumentList, values: list[Value]) -> tuple[Value | Temporary, ...]:

@@ -7,10 +7,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Sequence
 
-from codegen.kernel import ExternStep, KernelStep, Plan, Temporary
+from codegen.kernel import ExternStep, KernelStep, Plan
 from codegen.memory_plan import MemoryPlan, plan_memory
 from codegen.step_use import StepUse, kernel_use, node_use
-from ir_nodes import BufferKind, Graph, Node, Value
+from ir_nodes import BufferKind, Graph, Node
 from ir_nodes.estimate import Rates, cost
 
 
@@ -115,14 +115,10 @@ def facts(step: KernelStep | ExternStep, rates: Rates) -> StepFacts:
         read = sum(operand.layout.nbytes for operand in step.node.reads)
         return StepFacts(step.node.target, (step.node,), read, sum(write.layout.nbytes for write in step.node.writes),
                          alone.nbytes, alone.seconds, step.reason)
-    read, written = (sum(map(size_of, values)) for values in (step.reads, step.writes))
+    read, written = (sum(map(step.bytes_of, values)) for values in (step.reads, step.writes))
     apart = [cost(node, rates) for node in step.nodes]
     seconds = rates.launch + max((read + written) / rates.memory, sum(one.flops for one in apart) / rates.flops)
     return StepFacts(step.kernel.name, step.nodes, read, written, sum(one.nbytes for one in apart), seconds)
-
-
-def size_of(value: Value | Temporary) -> int:
-    return value.nbytes if isinstance(value, Temporary) else value.buffer.nbytes
 
 
 def memory_facts(graph: Graph, plan: Plan, memory: MemoryPlan) -> MemoryFacts:

@@ -132,6 +132,25 @@ def lower_index_put(node: Node) -> list[Part]:
     return [lowering.part]
 
 
+def lower_index_copy(node: Node) -> list[Part]:
+    """index_copy into its own memory, such as a token's keys into a cache: stores, where ATen walks the whole."""
+    args, write = arguments(node), node.writes[0]
+    into, index, source = (operand_of(args[name]) for name in ("self", "index", "source"))
+    rank = len(write.layout.size)
+    if into.value.buffer is not write.value.buffer or into.layout != write.layout:
+        raise Unsupported("a copy beside what it copies into")
+    if rank == 0 or len(index.layout.size) != 1:
+        raise Unsupported("an index of no dimension")
+    dim = args["dim"] % rank
+    lowering = Lowering(node, source.layout.size)
+    at = _index(lowering, index, _spread(index.layout, 0, rank - dim - 1), write.layout.size[dim])
+    value = lowering.cast(lowering.load(source), write.layout.dtype)
+    place = (at, write.layout.stride[dim], write.layout.size[dim])
+    lowering.put(write.value, _without(write.layout, (dim,)), [place], value, "set")
+    lowering.part.after = (into.value,)
+    return [lowering.part]
+
+
 def _put_shape(indices: Sequence[Operand | None], given: Sequence[Size], others: Sequence[int]) -> Size:
     dims = [dim for dim, index in enumerate(indices) if index is not None]
     front = dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0

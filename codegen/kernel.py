@@ -85,7 +85,7 @@ class KernelStep:
     launch under a tuning with such changes ("lane=8"), or None where these change nothing; it is None where there is no choice.
     ``flat``: the elements that programs walk by one index, block by block; 0 where they do not. ``reuses``: (written, read) where
     each program reads all that it needs of the one's elements before it writes the same elements of the other, and nobody else
-    touches them: both may share memory.
+    touches them: both may share memory. ``picks``: bytes of values that are touched only where index tensors say.
     """
 
     kernel: Kernel
@@ -98,6 +98,13 @@ class KernelStep:
     retile: Callable[[str], KernelStep | None] | None = None
     flat: int = 0
     reuses: tuple[tuple[Value, Value], ...] = ()
+    picks: tuple[tuple[Value, int], ...] = ()
+
+    def bytes_of(self, item: Value | Temporary) -> int:
+        """Bytes of ``item`` that a launch moves, at most."""
+        if isinstance(item, Temporary):
+            return item.nbytes
+        return dict(self.picks).get(item, item.buffer.nbytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

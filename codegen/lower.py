@@ -94,6 +94,7 @@ INDEXED: dict[str, Callable[[Node], list[Part]]] = {
     "gather": indexing.lower_gather,
     "index": indexing.lower_index,
     **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_"), indexing.lower_index_put),
+    **dict.fromkeys(("index_copy", "index_copy_"), indexing.lower_index_copy),
 }
 """Ops that take addresses from index tensors."""
 

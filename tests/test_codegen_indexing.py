@@ -112,3 +112,34 @@ def test_index_put() -> None:
     check(put, data(9, 4, dtype=torch.bfloat16), torch.tensor([3, 1, -2]), data(1, 4, dtype=torch.bfloat16, seed=1), count=2)
     for program in (add, gradient):
         check(program, data(3, 7, 7), torch.tensor([1, 4, 1, -1]), data(3, 4, seed=1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_index_copy_stores_only_what_it_copies(dtype: torch.dtype) -> None:
+    def in_place(cache: torch.Tensor, place: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        cache.index_copy_(2, place, (token * 2).transpose(1, 2))
+        return cache.sum(-1)
+
+    def as_out(cache: torch.Tensor, place: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        aten.index_copy.out(cache, -2, place + 1, token.transpose(1, 2), out=cache)
+        return cache.sum(-1)
+
+    for program, count in ((in_place, 2), (as_out, 3)):  # the sum of places is a kernel, too
+        cache, token = data(2, 3, 16, 8, dtype=dtype), data(2, 2, 3, 8, dtype=dtype, seed=1)
+        made = check(program, cache, torch.tensor([5, 2]), token, count=count, rtol=1e-2, atol=1e-2)
+        store = kernels(made)[-2]
+        assert [store.bytes_of(value) for value in store.writes] == [2 * 3 * 2 * 8 * dtype.itemsize]
+        assert [value.buffer.nbytes for value in store.writes] == [cache.nbytes]
+
+
+def test_index_copy_into_what_a_fill_made() -> None:
+    def program(place: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(9, 4).index_copy_(0, place, token)
+
+    check(program, torch.tensor([3]), data(1, 4), count=2)
+    check(program, torch.tensor([3, 8, 0]), data(3, 4), tuning=LOOPED)
+
+
+def test_index_copy_beside_what_it_copies_into_is_atens() -> None:
+    recording, _ = record(lambda x, i, v: x.index_copy(0, i, v), data(9, 4), torch.tensor([3]), data(1, 4))
+    assert [step.reason for step in externs(plan(recording.graph))] == ["a copy beside what it copies into"]

@@ -9,6 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import lazy_backend
+from codegen.combo import combine
+from codegen.fuse import plan
+from codegen.kernel import ExternStep, KernelStep
+from ir_nodes import settings
+from lazy_backend.explain import optimised
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 PROMPT, ROOM, NEW = 8, 64, 16
@@ -20,9 +25,9 @@ def gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
-def llama() -> nn.Module:
-    config = transformers.LlamaConfig(max_position_embeddings=ROOM, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-                                      num_key_value_heads=2, intermediate_size=64, **SMALL)
+def llama(layers: int = 2) -> nn.Module:
+    config = transformers.LlamaConfig(max_position_embeddings=ROOM, hidden_size=32, num_hidden_layers=layers,
+                                      num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, **SMALL)
     return transformers.LlamaForCausalLM(config)
 
 
@@ -88,3 +93,28 @@ def test_generate_waits_for_one_value_a_token() -> None:
     waits = [one for one in lazy_backend.barriers()[-3 * NEW :] if one.kind.label == "value_access"]
     assert 0 < len(waits) <= NEW
     assert {one.frame.function for one in waits if one.frame} <= {"__call__", "generate"}  # transformers asks whether to stop
+
+
+def planned_token(layers: int) -> list[KernelStep | ExternStep]:
+    """The steps of one token of a Llama, planned as for a GPU and not run."""
+    model = llama(layers).eval().to("lazysched")
+    cache = transformers.StaticCache(config=model.config, max_cache_len=ROOM)
+    x, position = prompt("lazysched"), torch.arange(PROMPT, device="lazysched")
+    with torch.no_grad(), settings.override(engine="triton"):
+        for _ in range(2):
+            lazy_backend.mark_step()
+            logits = model(input_ids=x, past_key_values=cache, use_cache=True, position_ids=position[None]).logits
+            x, position = logits[:, -1:].argmax(-1), position[-1:] + 1
+        held = [x, position, *(part for layer in cache.layers for part in (layer.keys, layer.values, layer.cumulative_length))]
+        return list(combine(plan(optimised(held))).steps)
+
+
+def test_a_layer_of_a_decoded_token_is_products_attention_and_four_kernels() -> None:
+    two, three = planned_token(2), planned_token(3)
+    calls = [[step.node.name for step in steps if isinstance(step, ExternStep)] for steps in (two, three)]
+    assert all(name == "mm" or name.startswith("_scaled_dot_product") for name in calls[1])
+    assert len(calls[1]) - len(calls[0]) == 8  # three for attention's input, its output, three of the perceptron, attention
+    more = 2 if torch.cuda.is_available() else 0  # heads repeated for a kernel that wants as many keys
+    assert len(three) - len(two) - 8 <= 4 + more  # rotation with both writes to the cache, two norms and sums, gate times up
+    stores = [step for step in three if isinstance(step, KernelStep) and any(node.name == "index_copy" for node in step.nodes)]
+    assert len(stores) <= 4
