@@ -12,6 +12,7 @@ import argparse
 import gc
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from codegen.combo import combine
 from codegen.executable import Emit, assemble
 from codegen.fuse import plan
 from codegen.kernel import KernelStep
+from codegen.lowered import Lowered
 from codegen.partition import partition
 from codegen.step_use import kernel_use, node_use
 from examples.gpt import GPT, Config
@@ -47,7 +49,8 @@ def record(layers: int) -> Recording:
     model = GPT(Config(context=32, layers=layers, width=64, heads=2)).to("lazysched")
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.randint(256, (4, 32)).to("lazysched")
-    with settings.override(auto_barrier=False, max_ops=1000000):
+    with settings.override(auto_barrier=False, max_ops=1 << 24, max_pending_bytes=1 << 42):  # one recording, however long
+        core.configure(core.get())
         for _ in range(2):  # the first step makes the optimizer's state
             lazy_backend.mark_step()
             optimizer.zero_grad()
@@ -75,8 +78,10 @@ def phases(recording: Recording) -> dict[str, float]:
     gc.disable()  # as `compile_recording` does
     graph = timed("graph", lambda: to_graph(recording))
     recorded = len(graph.nodes)
-    graph = timed("passes", lambda: run_passes(run_passes(graph)[0], ordered_passes(partition))[0])
-    made = timed("fuse", lambda: combine(plan(graph)))
+    lowered = Lowered()
+    shared = partial(partition, lowered=lowered)
+    graph = timed("passes", lambda: run_passes(run_passes(graph)[0], ordered_passes(shared))[0])
+    made = timed("fuse", lambda: combine(plan(graph, lowered=lowered)))
     steps = [Emit(kernel_use(step) if isinstance(step, KernelStep) else node_use(step.node), (), lambda program: None)
              for step in made.steps]
     program: Any = NoProgram()
@@ -88,7 +93,7 @@ def phases(recording: Recording) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, nargs="+", default=[4, 16, 64, 256])
+    parser.add_argument("--layers", type=int, nargs="+", default=[4, 16, 38, 64, 128, 386])
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -12,7 +12,7 @@ from codegen.forms import Form, Reduced
 from codegen.group import Group, Unit, level_in
 from codegen.instructions import FULL, KEPT, UNIFORM, Instr, MemAccess
 from codegen.kernel import Temporary
-from ir_nodes.node import Buffer, Value
+from ir_nodes.node import Buffer, BufferKind, Value
 
 PlaceKey = tuple[int, Form, torch.dtype, int]
 
@@ -274,6 +274,13 @@ class Scratch:
 
     def of(self, value: Value) -> Temporary:
         return self._made.setdefault(value.buffer, Temporary(len(self._made), value.buffer.nbytes))
+
+    def more(self, nbytes: int) -> Temporary:
+        """Scratch memory that no value names."""
+        return self.of(Value(Buffer(-1, nbytes, BufferKind.FRESH, False), 1))
+
+    def __contains__(self, value: Value) -> bool:
+        return value.buffer in self._made
 
     def all(self) -> tuple[Temporary, ...]:
         return tuple(self._made.values())

@@ -136,6 +136,7 @@ class ComboWriter:
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self.lanes = lanes
         self.num_warps = max((lane.kernel.num_warps for lane in lanes if not lane.flat), default=FLAT_WARPS)
+        self._blocks = {lane: max(PER_WARP * self.num_warps, *map(width, lane.steps)) for lane in lanes if lane.flat}
         self.per = self._blocks_per_program()
         self.entries: list[tuple[str, str, KernelArg]] = []
         self._names: set[str] = set()
@@ -160,15 +161,11 @@ class ComboWriter:
                           picks=tuple(pick for step in steps for pick in step.picks))
 
     def _blocks_per_program(self) -> int:
-        blocks = sum(-(-step.flat // self._block(lane)) for lane in self.lanes if lane.flat for step in lane.steps)
+        blocks = sum(-(-step.flat // block) for lane, block in self._blocks.items() for step in lane.steps)
         return min(max(blocks // MANY_BLOCKS, 1), MOST_BLOCKS)
 
-    def _block(self, lane: Lane) -> int:
-        """Elements that a flat kernel takes at a time."""
-        return max(PER_WARP * self.num_warps, *(width(step) for step in lane.steps))
-
     def _programs(self, lane: Lane, step: KernelStep) -> int:
-        return -(-step.flat // (self._block(lane) * self.per)) if lane.flat else step.grid[0]
+        return -(-step.flat // (self._blocks[lane] * self.per)) if lane.flat else step.grid[0]
 
     def _name(self) -> str:
         counts = "_".join(str(lane.count) for lane in self.lanes)
@@ -260,7 +257,7 @@ class ComboWriter:
         self._tree(lane, mark, own, first, middle, high, indent + 1)
 
     def _call(self, lane: Lane, mark: str, passed: list[str], indent: int) -> None:
-        constants = [(name, self._block(lane) if lane.flat and name == "B1" else value)
+        constants = [(name, self._blocks[lane] if lane.flat and name == "B1" else value)
                      for name, value in lane.kernel.constexprs]
         for name, value in constants:
             self.constants.append((mark + name, value))

@@ -1,4 +1,4 @@
-"""What a back end is, and the aten one. Imports `ir_nodes` and `codegen.executable` only."""
+"""What a back end is, and the aten one. Imports `ir_nodes`, `codegen.executable` and `codegen.lowered` only."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Callable, Sequence
 
 from codegen.executable import Emit, emit_call
+from codegen.lowered import Lowered
 from ir_nodes import Graph, Node
 from ir_nodes.estimate import Rates, cost
 
@@ -24,6 +25,7 @@ class Context:
     kernel_dir: Path
     show: Callable[[str], None] | None = None  # told each generated source, under a debug level
     numbers: Sequence[Any] = ()  # the graph's number inputs in the recording that is compiled; they may differ in any other
+    lowered: Lowered | None = None  # what passes over the graph have found out of its nodes
 
 
 Generated = tuple[list[Emit], list[int]]

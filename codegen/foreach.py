@@ -5,14 +5,14 @@ An optimizer's `_foreach_` ops then meet again per parameter: its whole update i
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Hashable, Sequence
 
-from codegen.expressions import ROWS, Unsupported
-from codegen.instructions import Part
-from codegen.lowering import arguments
+from codegen.expressions import ROWS, Row, Unsupported
+from codegen.instructions import Named, Part
+from codegen.lowering import arguments, fill_of
 from codegen.pointwise import base_name, lower_row
 from codegen.reductions import lower_norm_of
-from ir_nodes.node import Node
+from ir_nodes.node import Node, Operand, ScalarInput, Target
 
 PREFIX = "_foreach_"
 _NUMBER = {"addcmul": "value", "addcdiv": "value", "lerp": "weight", "pow": "exponent", "clamp_max": "max", "clamp_min": "min"}
@@ -29,8 +29,32 @@ def lower_foreach(node: Node) -> list[Part]:
         raise Unsupported(f"no kernel for {node.target}")
     refuse_aliases(node)
     lists = arguments(node)
-    return [lower_row(node, row, _element(name, lists, index), index) for index, write in enumerate(node.writes)
-            if all(write.layout.size)]
+    elements = {index: _element(name, lists, index) for index, write in enumerate(node.writes) if all(write.layout.size)}
+    made: dict[Hashable, tuple[Sequence[Named], Part]] = {}
+    return [_like(made, node, row, args, index) for index, args in elements.items()]
+
+
+def _like(made: dict[Hashable, tuple[Sequence[Named], Part]], node: Node, row: Row, args: dict[str, Any], index: int) -> Part:
+    """An element's part: that of an element like it with other values, or a new one. ``made``: by what they are like."""
+    written = node.writes[index]
+    known: dict[Named, int] = {}
+    key: list[Hashable] = [written.layout, known.setdefault(written.value, 0)]
+    for arg in args.values():
+        if isinstance(arg, Operand):
+            if fill_of(arg) is not None:
+                return lower_row(node, row, args, index)
+            key += [arg.layout, known.setdefault(arg.value, len(known))]
+        elif isinstance(arg, ScalarInput):
+            key += [arg.kind, known.setdefault(arg.index, len(known))]
+        else:
+            key.append(None if isinstance(arg, Target) else (type(arg), arg))
+    alike, names = tuple(key), tuple(known)
+    if alike in made:
+        first, part = made[alike]
+        return part.renamed(dict(zip(first, names)))
+    part = lower_row(node, row, args, index)
+    made[alike] = names, part
+    return part
 
 
 def _norms(node: Node) -> list[Part]:

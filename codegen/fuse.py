@@ -17,7 +17,7 @@ from codegen.expressions import Unsupported
 from codegen.group import Group, Unit, joint_level, merge, new_group
 from codegen.instructions import MemAccess, Part
 from codegen.kernel import Plan, Refusal
-from codegen.lower import lower
+from codegen.lowered import Lowered
 from codegen.pad_products import pad_products
 from codegen.product import lower_product
 from codegen.pulled import nothing_known
@@ -40,22 +40,22 @@ Sides = Mapping[int, tuple[int, int]]
 
 
 def plan(graph: Graph, order: Iterable[tuple[Node, Node]] = (), tuning: Tuning = HOPPER, sides: Sides = MappingProxyType({}),
-         products: Collection[Node] = ()) -> Plan:
+         products: Collection[Node] = (), lowered: Lowered | None = None) -> Plan:
     """Kernels and extern calls for ``graph``, in an order that keeps data flow, overwrites and the extra edges ``order``.
 
     ``order`` holds (earlier, later) pairs that data flow does not show: collectives, segments; ``graph.nodes`` already keeps
-    them. ``sides`` and ``products`` are what measurements have found.
+    them. ``sides`` and ``products`` are what measurements have found; ``lowered``: what earlier passes know.
     """
-    return plan_units(units_of(graph, order, tuning, products), graph.outputs(), tuning, sides)
+    return plan_units(units_of(graph, order, tuning, products, lowered=lowered), graph.outputs(), tuning, sides)
 
 
 def units_of(graph: Graph, order: Iterable[tuple[Node, Node]], tuning: Tuning, products: Collection[Node] = (),
-             lists: bool = True) -> list[Unit]:
+             lists: bool = True, lowered: Lowered | None = None) -> list[Unit]:
     """Every node that is needed as units, which know what they wait for; ``products`` are multiplied by kernels. Without
     ``lists``, ops over lists are left to ATen."""
     if lists and settings.enabled("pad_rows"):
         pad_products(graph)
-    units = needed_units(lower_all(graph, tuning, lists), dict.fromkeys(graph.outputs()))
+    units = needed_units(lower_all(graph, tuning, lists, lowered), dict.fromkeys(graph.outputs()))
     for unit in units:
         if unit.node in products:
             unit.part = lower_product(unit.node)
@@ -74,32 +74,34 @@ def plan_units(units: Sequence[Unit], wanted: Iterable[Value], tuning: Tuning, s
     return Plan(tuple(made.steps), made.scratch.all(), tuple(fuser.refusals), tuple(made.needs))
 
 
-def lower_all(graph: Graph, tuning: Tuning = HOPPER, lists: bool = True) -> list[Unit]:
+def lower_all(graph: Graph, tuning: Tuning = HOPPER, lists: bool = True, lowered: Lowered | None = None) -> list[Unit]:
     """Every node as units, in order."""
+    lowered = lowered or Lowered()
     units: list[Unit] = []
     scratch, known = 0, nothing_known()
     recipes: inline.Recipes = {}
     makers: dict[Value, MemAccess] = {}
+    ordered, inlined = settings.enabled("loop_order"), settings.enabled("recompute")
     for node in graph.nodes:
         try:
             if not lists and info(node.target).kind in ("foreach", "optimizer"):
                 raise Unsupported("an op over lists")
-            parts = lower(node, scratch, tuning, known)
+            parts = lowered.parts(node, scratch, tuning, known)
         except Unsupported as refusal:
             made = tuple(write.value for write in node.all_writes())
             units.append(Unit(len(units), node, None, str(refusal), tuple(node.inputs()), made))
             known.remember(node, [])
             continue
-        if settings.enabled("loop_order"):
+        if ordered:
             parts = [follow(part, makers) for part in parts]
         for part in parts:
             makers.update(stores(part))
+        if inlined:
+            parts = [inline.inline(part, recipes) for part in parts]
         known.remember(node, parts)
         partial = {write.value: write.base for write in node.all_writes() if write.base is not None
                    and not write.layout.covers(write.value.buffer.nbytes)}
         for part in parts:
-            if settings.enabled("recompute"):
-                inline.inline(part, recipes)
             needs, makes = memory_of(part, partial)
             units.append(Unit(len(units), node, part, "", needs, makes))
             scratch += sum(1 for value in makes if value.buffer.index < 0)

@@ -11,7 +11,7 @@ import torch
 from codegen import forms, mixing
 from codegen.footprint import Footprint
 from codegen.forms import Form, Reduced
-from codegen.instructions import KEPT, Part
+from codegen.instructions import FULL, KEPT, MemAccess, Part
 from codegen.tuning import Tuning
 from ir_nodes import settings
 from ir_nodes.node import Node, Value
@@ -57,6 +57,10 @@ class Group:
     touched: Touched = field(default_factory=dict)
     patterns: dict[Form, None] = field(default_factory=dict)  # of indices that it computes with, over the full space
     late: dict[Value, None] = field(default_factory=dict)  # values that exist only once a reduction is complete
+    operands: int = 0  # ways in which it touches memory
+    moved: int = 0  # bytes that its units load and store, each by itself
+    loads: dict[Value, int] = field(default_factory=dict)  # what its units read, with the bytes; see `codegen.rounds`
+    stores: dict[Value, None] = field(default_factory=dict)
     preds: dict["Group", None] = field(default_factory=dict)
     succs: dict["Group", None] = field(default_factory=dict)
     merged_into: "Group | None" = None
@@ -90,30 +94,51 @@ def new_group(unit: Unit, level: int, tuning: Tuning) -> Group:
         group.mixes = mixing.mixes(part, tuning)
         group.draws, group.multiplies, group.scans = part.draws, part.multiplies, part.scans
         group.cuts = forms.reduced_cuts(part.reduced or (), part.numel)
+        group.moved = part.facts.moved
+        for mode, access in part.accesses():
+            if mode == "w":
+                group.stores[access.value] = None
+            elif not unit.node.again:  # computed again for those who follow it, it brings nobody else together
+                group.loads[access.value] = max(group.loads.get(access.value, 0), access.high - access.low)
         absorb(group, [unit])
     return group
 
 
 def absorb(group: Group, units: list[Unit]) -> None:
-    """Add the memory behaviour of ``units`` to the group's summary."""
+    """Add how ``units`` touch the memory of the group's space to its summary."""
     for unit in units:
-        for pattern, level in unit.part.patterns() if unit.part else ():
+        if unit.part is None:
+            continue
+        placed = unit in group.kept_units or unit in group.crossed
+        for pattern, level in unit.part.patterns():
             form = full_form(pattern, level_in(group, unit, level), group, unit)
             if form is not None:
                 group.patterns[form] = None
-                group.cuts = forms.merge_cuts(group.cuts, forms.cuts(form)) or group.cuts
-        for mode, access in unit.part.accesses() if unit.part else ():
-            level = level_in(group, unit, access.level)
-            form = full_form(access.form, level, group, unit)
-            group.cuts = forms.merge_cuts(group.cuts, forms.cuts(form or ())) or group.cuts
-            gathers = access.index_stride != 0 or access.scattered
-            key = (form, access.dtype, access.byte_offset, gathers + access.scattered)
-            per_buffer = group.touched.setdefault(id(access.value.buffer), {})
-            foot = per_buffer.setdefault(key, Footprint(form, access.dtype, access, gathers))
-            if mode == "w":
-                foot.written[access.value] = None
-                if level == KEPT:
-                    group.late[access.value] = None
+                _cut(group, form)
+        for mode, access in unit.part.accesses():
+            level = level_in(group, unit, access.level) if placed else access.level
+            form = access.form if level == FULL else full_form(access.form, level, group, unit)
+            _cut(group, form or ())
+            _touch(group, mode, access, form)
+            if mode == "w" and level == KEPT:
+                group.late[access.value] = None
+
+
+def _cut(group: Group, form: Form) -> None:
+    if len(form) > 1:
+        group.cuts = forms.merge_cuts(group.cuts, forms.cuts(form)) or group.cuts
+
+
+def _touch(group: Group, mode: str, access: MemAccess, form: Form | None) -> None:
+    gathers = access.index_stride != 0 or access.scattered
+    key = (form, access.dtype, access.byte_offset, gathers + access.scattered)
+    feet = group.touched.setdefault(id(access.value.buffer), {})
+    foot = feet.get(key)
+    if foot is None:
+        foot = feet[key] = Footprint(form, access.dtype, access, gathers)
+        group.operands += 1
+    if mode == "w":
+        foot.written[access.value] = None
 
 
 def level_in(group: Group, unit: Unit, level: int) -> int:
@@ -149,13 +174,17 @@ def merge(left: Group, right: Group, joint: Joint, level: int) -> Group:
     left.scans |= right.scans
     if not known[0]:
         left.cuts = forms.reduced_cuts(joint.reduced or (), joint.numel)
-        left.touched, left.late, left.patterns = {}, {}, {}
+        left.touched, left.late, left.patterns, left.operands = {}, {}, {}, 0
         absorb(left, left.units)
     if known[1]:
         take_over(left, right)
     else:
         absorb(left, right.units)
     left.units = joined
+    left.moved += right.moved
+    left.stores.update(right.stores)
+    for value, nbytes in right.loads.items():
+        left.loads[value] = max(left.loads.get(value, 0), nbytes)
     for neighbour in right.preds:
         neighbour.succs.pop(right, None)
         if neighbour is not left:
@@ -177,7 +206,11 @@ def take_over(left: Group, right: Group) -> None:
     for buffer, feet in right.touched.items():
         known = left.touched.setdefault(buffer, {})
         for key, foot in feet.items():
-            known.setdefault(key, foot).written.update(foot.written)
+            if key in known:
+                known[key].written.update(foot.written)
+            else:
+                known[key] = foot
+                left.operands += 1
     left.late.update(right.late)
     left.patterns.update(right.patterns)
     left.cuts = forms.merge_cuts(left.cuts, right.cuts) or left.cuts

@@ -70,16 +70,22 @@ def _spots(operand: Operand) -> list[tuple[int, int]]:
     return [(n, s) for n, s in zip(operand.layout.size, operand.layout.stride) if n > 1]
 
 
-def inline(part: Part, recipes: Recipes) -> None:
-    """Replace the part's reads of values that ``recipes`` knows."""
+def inline(part: Part, recipes: Recipes) -> Part:
+    """The part with reads of values that ``recipes`` knows replaced; the same part where there are none."""
+    if not any(access.value in recipes for _, access in part.accesses()):
+        return part
     out: list[Instr] = []
+    made: dict[Instr, Instr] = {}
     for instr in part.instrs:
+        args = tuple([made[arg] for arg in instr.args])
+        new = instr if args == instr.args else replace(instr, args=args)
         recipe = recipes.get(instr.access.value) if instr.access is not None and instr.kind in ("load", "gather") else None
         if recipe is not None and instr.access is not None and _fits(part, instr, instr.access, recipe):
-            out += _again(part, instr, instr.access, recipe, recipes)
+            out += _again(part, new, instr.access, recipe, recipes)
         else:
-            out.append(instr)
-    part.instrs[:] = out
+            out.append(new)
+        made[instr] = out[-1]
+    return replace(part, instrs=out)
 
 
 def _fits(part: Part, instr: Instr, access: MemAccess, recipe: Recipe) -> bool:
@@ -93,7 +99,7 @@ def _fits(part: Part, instr: Instr, access: MemAccess, recipe: Recipe) -> bool:
 
 
 def _again(part: Part, instr: Instr, access: MemAccess, recipe: Recipe, recipes: Recipes) -> list[Instr]:
-    """Instructions that make what ``instr`` read; ``instr`` itself becomes the last of them."""
+    """Instructions that make what ``instr`` read, the last of them in its place."""
     taken = replace(instr, access=_moved(access, recipe), dtype=compute_dtype(recipe.source.layout.dtype),
                     rounded=recipe.source.layout.dtype if recipe.source.layout.dtype in HALF else None)
     deeper = recipes.get(recipe.source.value)
@@ -105,8 +111,8 @@ def _again(part: Part, instr: Instr, access: MemAccess, recipe: Recipe, recipes:
         text = f"({text}).to({TRITON_TYPES[recipe.dtype]}).to(tl.float32)"
     elif not rows:
         text = "{0}"
-    instr.kind, instr.text, instr.args, instr.access, instr.payload = "expr", text, (taken, *rows), None, None
-    return [*made, *rows, instr]
+    last = replace(instr, kind="expr", text=text, args=(made[-1], *rows), access=None, payload=None)
+    return [*made, *rows, last]
 
 
 def _moved(access: MemAccess, recipe: Recipe) -> MemAccess:

@@ -8,6 +8,7 @@ the parts that load it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, Hashable, Mapping
 
 import torch
 
@@ -80,6 +81,13 @@ class Instr:
     rounded: torch.dtype | None = None  # a 16-bit float dtype that the value is known to be representable in
 
 
+Accesses = tuple[tuple[str, MemAccess], ...]
+Named = Value | Buffer | int
+"""What instructions name: a value, a generator's buffer, the index of a number input."""
+Structure = tuple[Hashable, tuple[Named, ...]]
+"""Equal for what differs in names only, and the names, each as often as it is used."""
+
+
 @dataclass(slots=True, eq=False)
 class Part:
     """A node's share of one kernel: an iteration space of ``numel`` elements and the instructions run over it.
@@ -94,52 +102,136 @@ class Part:
     instrs: list[Instr] = field(default_factory=list)
     column: bool = False
     after: tuple[Value, ...] = ()  # values that have to be there, besides those that it reads
+    _facts: Facts | None = field(default=None, init=False, repr=False)
+    _structure: Structure | None = field(default=None, init=False, repr=False)
 
     @property
     def kept(self) -> int:
         """How many results each of the part's reductions has."""
         return self.numel // reduced_extent(self.reduced or ())
 
-    def accesses(self) -> list[tuple[str, MemAccess]]:
-        """("r" or "w", access) in program order."""
-        return [("w" if i.kind in ("store", "put") else "r", i.access) for i in self.instrs if i.access is not None]
+    @property
+    def facts(self) -> Facts:
+        """What its instructions come to. They are complete: nothing is added to a part that somebody has asked."""
+        if self._facts is None:
+            self._facts = Facts.of(self.instrs)
+        return self._facts
 
-    def patterns(self) -> list[tuple[Form, int]]:
+    @property
+    def structure(self) -> Structure:
+        """What it computes, whatever it is given: equal for parts that differ in ``names`` only."""
+        if self._structure is None:
+            self._structure = structure(self.instrs)
+        return self._structure
+
+    def renamed(self, names: Mapping[Named, Named]) -> Part:
+        """The same with other values and number inputs, as ``names`` tells for each of its own."""
+        made: dict[Instr, Instr] = {}
+        for i in self.instrs:
+            access, payload = i.access, i.payload
+            if access is not None:
+                value: Any = names[access.value]
+                access = MemAccess(value, access.form, access.dtype, access.byte_offset, access.level, access.low, access.high,
+                                   access.index_stride, access.shift, access.scattered)
+            if i.kind == "scalar":
+                payload = names[payload]  # type: ignore[index]
+            made[i] = Instr(i.kind, i.dtype, i.level, tuple([made[arg] for arg in i.args]), i.text, access, payload, i.rounded)
+        other = Part(self.node, self.numel, self.reduced, list(made.values()), self.column, self.after)
+        key, old = self.structure
+        other._structure = key, tuple([names[name] for name in old])
+        return other
+
+    def accesses(self) -> Accesses:
+        """("r" or "w", access) in program order."""
+        return self.facts.accesses
+
+    def patterns(self) -> tuple[tuple[Form, int], ...]:
         """(form, level) of the indices that it computes with, which cut its space as memory accesses do."""
-        return [(i.payload, i.level) for i in self.instrs if i.kind == "coord"] + [  # type: ignore[misc]
-            (i.payload.pattern, i.level) for i in self.instrs if i.kind == "dot"]  # type: ignore[attr-defined]
+        return self.facts.patterns
 
     @property
     def reduces(self) -> bool:
-        return any(instr.kind == "reduce" for instr in self.instrs)
+        return "reduce" in self.facts.kinds
 
     @property
     def scans(self) -> int:
         """The directions in which it needs its rows whole: 1 from the first element on, 2 from the last, 3 both, 0 neither."""
-        found = dict.fromkeys(2 if instr.payload else 1 for instr in self.instrs if instr.kind == "scan")
-        return sum(found)
+        return self.facts.scans
 
     @property
     def multiplies(self) -> bool:
         """True where it is a matrix product."""
-        return any(instr.kind == "dot" for instr in self.instrs)
+        return "dot" in self.facts.kinds
 
     @property
     def draws(self) -> bool:
         """True where it takes numbers from a generator, which it moves on."""
-        return any(instr.kind == "offset" for instr in self.instrs)
+        return "offset" in self.facts.kinds
 
     @property
     def waits(self) -> bool:
         """True where something over the full space needs a finished reduction."""
-        done: set[int] = set()
-        for instr in self.instrs:
-            late = any(id(arg) in done for arg in instr.args)
-            if late and (instr.level == FULL or instr.kind == "reduce"):
-                return True
-            if late or instr.kind == "reduce":
-                done.add(id(instr))
-        return False
+        return self.facts.waits
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What fusion asks of a part again and again: see the properties of `Part`. ``moved``: bytes that it loads and stores."""
+
+    accesses: Accesses
+    patterns: tuple[tuple[Form, int], ...]
+    kinds: frozenset[str]
+    moved: int
+    waits: bool
+    scans: int
+
+    @staticmethod
+    def of(instrs: list[Instr]) -> Facts:
+        kinds = frozenset([i.kind for i in instrs])
+        accesses = tuple([("w" if i.kind in ("store", "put") else "r", i.access) for i in instrs if i.access is not None])
+        patterns = [(i.payload, i.level) for i in instrs if i.kind == "coord"] if "coord" in kinds else []
+        products: list[Any] = [i for i in instrs if i.kind == "dot"] if "dot" in kinds else []
+        patterns += [(i.payload.pattern, i.level) for i in products]
+        moved = sum([access.high - access.low for _, access in accesses])
+        scans = sum({2 if i.payload else 1 for i in instrs if i.kind == "scan"}) if "scan" in kinds else 0
+        late = "reduce" in kinds and waits(instrs)
+        return Facts(accesses, tuple(patterns), kinds, moved, late, scans)  # type: ignore[arg-type]
+
+
+def waits(instrs: list[Instr]) -> bool:
+    """True where something over the full space needs a finished reduction."""
+    done: set[int] = set()
+    for instr in instrs:
+        late = any(id(arg) in done for arg in instr.args)
+        if late and (instr.level == FULL or instr.kind == "reduce"):
+            return True
+        if late or instr.kind == "reduce":
+            done.add(id(instr))
+    return False
+
+
+def structure(instrs: list[Instr]) -> Structure:
+    """The structure of instructions in order."""
+    place: dict[Instr, int] = {}
+    rows: list[Hashable] = []
+    names: list[Named] = []
+    for instr in instrs:
+        payload: Any = instr.payload
+        if instr.kind == "scalar" or instr.kind == "seed":
+            names.append(payload)
+            payload = None
+        elif instr.kind == "offset":
+            names.append(payload[0])
+            payload = payload[1]
+        access = instr.access
+        seen: Hashable = None
+        if access is not None:
+            names.append(access.value)
+            seen = (access.form, access.dtype, access.byte_offset, access.level, access.low, access.high, access.index_stride,
+                    access.shift, access.scattered)
+        rows.append((instr.kind, instr.dtype, instr.level, instr.text, tuple([place[arg] for arg in instr.args]), seen, payload))
+        place[instr] = len(place)
+    return tuple(rows), tuple(names)
 
 
 def scratch_value(index: int, nbytes: int, producer: Node) -> Value:

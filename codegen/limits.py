@@ -13,10 +13,7 @@ FEW_ROWS, LONG_ROW = 16, 1 << 16
 def check_part(part: Part) -> None:
     """Raises Unsupported where it does not."""
     cuts: tuple[int, ...] | None = forms.reduced_cuts(part.reduced or (), part.numel)
-    seen = part.patterns()
-    for _, access in part.accesses():
-        seen.append((access.form, access.level))
-    for pattern, level in seen:
+    for pattern, level in (*part.patterns(), *((access.form, access.level) for _, access in part.accesses())):
         form = forms.embed(pattern, part.reduced or (), part.numel) if level == KEPT else pattern
         cuts = None if form is None or cuts is None else forms.merge_cuts(cuts, forms.cuts(form))
     if cuts is None:

@@ -20,7 +20,7 @@ from codegen.promotion import COMPUTABLE, HALF, TRITON_TYPES, compute_dtype
 from ir_nodes.layout import Layout
 from ir_nodes.node import Node, Operand, ScalarInput, Target, Value
 
-_FILLS: dict[str, str | int] = {
+FILLS: dict[str, str | int] = {
     "fill_": "value", "full": "fill_value", "full_like": "fill_value", "scalar_tensor": "s",
     **{name: 0 for name in ("zero_", "zeros", "zeros_like", "new_zeros")},
     **{name: 1 for name in ("ones", "ones_like", "new_ones")},
@@ -56,12 +56,12 @@ def arguments(node: Node) -> dict[str, Any]:
 def fill_of(operand: Operand) -> ScalarInput | int | float | None:
     """The one number that every element of ``operand`` is known to be, because an op filled its whole buffer with it."""
     node = operand.value.producer
-    if node is None or node.name not in _FILLS or len(node.writes) != 1:
+    if node is None or node.name not in FILLS or len(node.writes) != 1:
         return None
     write = node.writes[0]
     if write.layout.dtype is not operand.layout.dtype or not write.layout.covers(operand.value.buffer.nbytes):
         return None
-    known = _FILLS[node.name]
+    known = FILLS[node.name]
     number = arguments(node).get(known) if isinstance(known, str) else known
     return number if isinstance(number, (ScalarInput, bool, int, float)) else None
 

@@ -32,9 +32,13 @@ def base_name(node: Node) -> str:
     return name[:-1] if name.endswith("_") and not name.endswith("__") else name
 
 
+def row_of(node: Node) -> Row | None:
+    return ROWS.get(base_name(node)) or PREDICATES.get(base_name(node))
+
+
 def lower_pointwise(node: Node) -> Part:
     """The part of an elementwise node. Raises Unsupported with the reason where the table has no row for it."""
-    row = ROWS.get(base_name(node)) or PREDICATES.get(base_name(node))
+    row = row_of(node)
     if row is None or len(node.writes) != 1:
         raise Unsupported(f"no kernel for {node.target}")
     return lower_row(node, row, arguments(node), 0)

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Sequence
 
-from codegen.group import Group, Unit
-from codegen.instructions import MemAccess
+from codegen.group import Group
 from ir_nodes.node import Value
 
 NEIGHBOURS = 4
@@ -40,18 +39,9 @@ class Pair:
         return (not self.vertical, -self.shared, self.distance, self.first.units[0].position)
 
 
-def span(access: MemAccess) -> int:
-    return access.high - access.low
-
-
-def moved(units: Sequence[Unit]) -> int:
-    """Bytes that the units load and store, each by itself."""
-    return sum(span(access) for unit in units if unit.part is not None for _, access in unit.part.accesses())
-
-
-def worth_sharing(shared: int, one: Sequence[Unit], two: Sequence[Unit]) -> bool:
+def worth_sharing(shared: int, one: Group, two: Group) -> bool:
     """Whether two that only read the same should share a kernel for that."""
-    return shared * WORTH >= min(moved(one), moved(two))
+    return shared * WORTH >= min(one.moved, two.moved)
 
 
 def pairs(groups: Sequence[Group], horizontal: bool) -> list[Pair]:
@@ -59,13 +49,10 @@ def pairs(groups: Sequence[Group], horizontal: bool) -> list[Pair]:
     users: dict[Value, dict[Group, int]] = {}
     makers: dict[Value, dict[Group, None]] = {}
     for group in groups:
-        for unit in group.units if group.fusible else ():
-            for mode, access in unit.part.accesses() if unit.part is not None else ():
-                if mode == "w":
-                    makers.setdefault(access.value, {})[group] = None
-                elif not unit.node.again:  # computed again for those who follow it, it brings nobody else together
-                    known = users.setdefault(access.value, {})
-                    known[group] = max(known.get(group, 0), span(access))
+        for value in group.stores:
+            makers.setdefault(value, {})[group] = None
+        for value, nbytes in group.loads.items():
+            users.setdefault(value, {})[group] = nbytes
     found: dict[tuple[Group, Group], Pair] = {}
     for value, reading in users.items():
         for maker in makers.get(value, ()):
@@ -75,14 +62,16 @@ def pairs(groups: Sequence[Group], horizontal: bool) -> list[Pair]:
         for index, (group, nbytes) in enumerate(close if horizontal else ()):
             for other, theirs in close[index + 1 : index + 1 + NEIGHBOURS]:
                 _add(found, group, other, False, min(nbytes, theirs))
-    worthy = [pair for pair in found.values() if pair.vertical or worth_sharing(pair.shared, pair.first.units, pair.second.units)]
+    worthy = [pair for pair in found.values() if pair.vertical or worth_sharing(pair.shared, pair.first, pair.second)]
     return sorted(worthy, key=lambda pair: pair.rank)
 
 
 def _add(found: dict[tuple[Group, Group], Pair], one: Group, two: Group, vertical: bool, nbytes: int) -> None:
     if one is two:
         return
-    first, second = sorted((one, two), key=lambda group: group.units[0].position)
-    pair = found.setdefault((first, second), Pair(first, second, vertical))
+    first, second = (one, two) if one.units[0].position < two.units[0].position else (two, one)
+    pair = found.get((first, second))
+    if pair is None:
+        pair = found[first, second] = Pair(first, second, vertical)
     pair.vertical |= vertical
     pair.shared += nbytes

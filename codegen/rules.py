@@ -49,8 +49,7 @@ def can_fuse(left: Group, right: Group) -> Joint | str:
         return "each draws random numbers"
     if left.scans | right.scans == 3:
         return "they scan in opposite directions"
-    operands = sum(len(feet) for group in (left, right) for feet in group.touched.values())
-    if operands > MAX_OPERANDS and _distinct(left, right) > MAX_OPERANDS:
+    if left.operands + right.operands > MAX_OPERANDS and _distinct(left, right) > MAX_OPERANDS:
         return f"more than {MAX_OPERANDS} operands in one kernel"
     joint = joint_space(left, right)
     if isinstance(joint, str):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Iterable, Mapping, Sequence
 
+from codegen.alike import Emitter
 from codegen.body import Scratch
-from codegen.emit import emit_group
 from codegen.group import Group, Unit
 from codegen.kernel import ExternStep, KernelStep, Temporary
 from codegen.tuning import Tuning
@@ -22,7 +22,8 @@ class Steps:
         self.steps: list[Step] = []
         self.needs: list[tuple[int, ...]] = []
         self.scratch = Scratch()
-        self._wanted, self._users, self._tuning = dict.fromkeys(wanted), users, tuning
+        self._wanted, self._users = dict.fromkeys(wanted), users
+        self._emitter = Emitter(self.scratch, tuning)
         self._made: dict[Group, tuple[int, ...]] = {}
         self._before: dict[Group, tuple[int, ...]] = {}
 
@@ -42,7 +43,7 @@ class Steps:
         inside = dict.fromkeys(group.units)
         outside = {value for unit in group.units for value in unit.makes
                    if value in self._wanted or any(user not in inside for user in self._users.get(value, ()))}
-        return emit_group(group, outside, self.scratch, self._tuning)
+        return self._emitter.emit(group, outside)
 
     def _awaited(self, pred: Group, group: Group) -> tuple[int, ...]:
         """The steps of ``pred`` that ``group`` waits for: the first of a split reduction's two where only that one matters."""

@@ -44,7 +44,7 @@ def fuse(graph: Graph, context: Context) -> Plan:
     tuning = tuning_of(context)
     sides = measured_sides(graph, tuning, context.kernel_dir, context.device) if context.cuda else {}
     products = measured_products(graph, tuning, context.kernel_dir, context.device) if context.cuda else {}
-    planned = combine(with_tiles(plan(graph, tuning=tuning, sides=sides, products=products), products))
+    planned = combine(with_tiles(plan(graph, tuning=tuning, sides=sides, products=products, lowered=context.lowered), products))
     return tuned(planned, context.kernel_dir, context.device) if context.cuda else planned
 
 

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import sys
 import warnings
+from functools import partial
 from types import ModuleType
 from typing import Any, Callable, Iterator, Sequence
 
@@ -14,6 +15,7 @@ from barriers.pipeline import ordered_passes, run_passes
 from codegen import engines
 from codegen.engine import Context, EngineError
 from codegen.executable import Emit, Program, assemble
+from codegen.lowered import Lowered
 from codegen.partition import partition
 from ir_nodes import Graph, printer, settings
 from lazy_backend import core, holding, orders, varying
@@ -49,7 +51,7 @@ def uncollected() -> Iterator[None]:
 @uncollected()
 def compile_recording(native: ModuleType, recording: Recording, device: int) -> Program:
     """The program for ``recording`` on device ``device``. Runs once per cache miss, under the GIL."""
-    now = settings.current()
+    now, lowered = settings.current(), Lowered()
     varying.note(recording)
     graph = to_graph(recording, segments.calls)
     recorded = len(graph.nodes)
@@ -64,7 +66,8 @@ def compile_recording(native: ModuleType, recording: Recording, device: int) -> 
         for check in before_first_run:
             check(graph)
     if not orders.debugging():  # which runs the program's order too
-        graph, _ = run_passes(graph, ordered_passes(partition if engine_name() == "triton" else None), check=now.verify)
+        shared = partial(partition, lowered=lowered) if engine_name() == "triton" else None
+        graph, _ = run_passes(graph, ordered_passes(shared), check=now.verify)
     if "graph" in now.debug:
         print(printer.text(graph), file=sys.stderr)
     for watch in watchers:
@@ -74,7 +77,7 @@ def compile_recording(native: ModuleType, recording: Recording, device: int) -> 
     program.rest, program.kept = held.rest, held.kept
     if orders.measuring():
         part_segments(graph)
-    steps, temporaries = plan_steps(graph, engine_name(), device, recording.scalars())
+    steps, temporaries = plan_steps(graph, engine_name(), device, recording.scalars(), lowered)
     for stepper in steppers:
         steps = stepper(graph, steps, device)
     report = orders.report(ordered)
@@ -100,11 +103,11 @@ def engine_name() -> str:
     return chosen
 
 
-def plan_steps(graph: Graph, engine: str, device: int, numbers: Sequence[Any]) -> tuple[list[Emit], list[int]]:
+def plan_steps(graph: Graph, engine: str, device: int, numbers: Sequence[Any], lowered: Lowered) -> tuple[list[Emit], list[int]]:
     """The engine's steps; where it fails, a warning that names the cause, and the aten engine's."""
     now = settings.current()
     show = show_source if "kernels" in now.debug else None
-    context = Context(core.physical_is_cuda(), device, now.cache_dir / "kernels", show, numbers=numbers)
+    context = Context(core.physical_is_cuda(), device, now.cache_dir / "kernels", show, numbers, lowered)
     try:
         return engines.engine(engine)(graph, context)
     except Exception as error:  # a kernel that cannot be made must not cost the user the step

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from typing import Any, Callable
 
 import pytest
 import torch
+from counting import calls_of
 from graphs import CACHE, check, kernels, record
 
 from codegen import combo_source, triton_compile
@@ -238,22 +238,6 @@ def test_numbers_are_right_where_programs_walk_several_blocks(monkeypatch: pytes
 def test_other_dtypes_and_strides(dtype: torch.dtype) -> None:
     tensors = lists(((8, 8), (16, 12), (5, 7)), 1, dtype)
     check(scaled, *(tensor.t() for tensor in tensors), tensors[0].clone()[:, ::2], count=1, combos=True)
-
-
-def calls_of(function: Callable[[], object]) -> int:
-    """How many calls ``function`` makes, Python's own included: work, counted instead of timed."""
-    count = 0
-
-    def note(frame: object, event: str, argument: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(note)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 def test_planning_is_linear() -> None:
