@@ -182,19 +182,20 @@ class IndexWriter:
         """What the step's form gives each element."""
         return " + ".join(term for terms in self._terms(step).values() for term in terms) or "tl.full([], 0, tl.int32)"
 
-    def quarter(self, step: Step) -> tuple[str, str] | None:
-        """A fourth of the step's position where the block begins along axis 1, and how much more for every fourth element, where
-        positions run along that axis four by four from a multiple of four on, and each program has whole fours; else None."""
+    def fraction(self, step: Step, count: int) -> tuple[str, str] | None:
+        """The step's position where the block begins along axis 1, divided by ``count``, and how much more for every so-many-th
+        element, where positions run along that axis from a multiple of ``count`` on and rows hold whole runs of so many; else
+        None."""
         strides, axis = self.tile.strides[id(step)], self._axis(1)
         others = [strides[dim] for number in (0, 2) for dim in self._dims(number)]
         along = bool(axis.dims) and self._linear(strides, 1) and strides[axis.dims[-1]] == 1
-        if not along or axis.extent % 4 or axis.block % 4 or any(stride % 4 for stride in others):
+        if not along or axis.extent % count or axis.block % count or any(stride % count for stride in others):
             return None
         start = self._starts[1]
-        lanes = "tl.arange(0, B1 // 4)" + ("[None, :]" if self.tile.axes[0] is not None else "")
-        terms = [f"{index} * {self.arguments.stride(stride // 4)}" for number in (0, 2) for index, stride in
+        lanes = f"tl.arange(0, B1 // {count})" + ("[None, :]" if self.tile.axes[0] is not None else "")
+        terms = [f"{index} * {self.arguments.stride(stride // count)}" for number in (0, 2) for index, stride in
                  self._pairs(strides, number) if stride]
-        return " + ".join([*terms, *([f"({start}) // 4"] if start else [])]) or "0", lanes
+        return " + ".join([*terms, *([f"({start}) // {count}"] if start else [])]) or "0", lanes
 
     def _dims(self, number: int) -> tuple[int, ...]:
         axis = self.tile.axes[number]

@@ -38,34 +38,32 @@ def random_lines(writer: IndexWriter, step: Step, name: str, seed: str, offset: 
     stream = step.payload
     assert isinstance(stream, Stream)
     threads = writer.arguments.stride(stream.threads)
-    calls = stream.vector // WORDS
-    quarter = writer.quarter(step) if stream.vector % WORDS == 0 else None
-    if quarter is not None and writer.tile.axes[1].block <= stream.threads * stream.vector:
-        return _four_by_four(name, *quarter, calls, threads, seed, offset, writer.tile.axes[0] is not None)
+    run = writer.fraction(step, stream.vector) if stream.vector in (WORDS, 2 * WORDS) else None
+    if run is not None and writer.tile.axes[1].block <= stream.threads * stream.vector:
+        return _run_by_run(name, *run, stream.vector // WORDS, threads, seed, offset, writer.tile.axes[0] is not None)
     return _one_by_one(name, writer.position(step), stream.vector, threads, seed, offset)
 
 
-def _call(name: str, seed: str) -> str:
-    words = ", ".join(f"{name}_{word}" for word in "xyzw")
-    high = f"({name}_count >> 32).to(tl.uint32)"
-    return (f"{words} = _philox({seed}, {name}_count.to(tl.uint32), {high}, {name}_thread.to(tl.uint32), "
+def _call(name: str, seed: str, number: int = 0) -> str:
+    words = ", ".join(f"{name}_{word}{number or ''}" for word in "xyzw")
+    count = f"({name}_count + {number})" if number else f"{name}_count"
+    return (f"{words} = _philox({seed}, {count}.to(tl.uint32), ({count} >> 32).to(tl.uint32), {name}_thread.to(tl.uint32), "
             f"{name}_thread.to(tl.uint32) * 0)")
 
 
-def _four_by_four(name: str, first: str, lanes: str, calls: int, threads: str, seed: str, offset: str, two: bool) -> list[str]:
-    """A call per four neighbours; ``calls``: how many a thread makes for its vector. Only the block's ``first`` four is divided:
-    its neighbours belong to the same turn of the threads or to the next."""
-    turn_length = threads if calls == 1 else f"({threads} * {calls})"
-    call = "" if calls == 1 else f" + {name}_rest % {calls}"
+def _run_by_run(name: str, first: str, lanes: str, calls: int, threads: str, seed: str, offset: str, two: bool) -> list[str]:
+    """``calls`` calls per vector of ATen's, so that numbers lie in registers as elements that are loaded in vectors do. Only the
+    block's ``first`` vector is divided: its neighbours belong to the same turn of the threads or to the next."""
+    several = "" if calls == 1 else f" * {calls}"
     return [
         f"{name}_first = {first}",
-        f"{name}_turn = {name}_first // {turn_length}",
-        f"{name}_rest = {name}_first - {name}_turn * {turn_length} + {lanes}",
-        f"{name}_next = {name}_rest >= {turn_length}",
-        f"{name}_rest = tl.where({name}_next, {name}_rest - {turn_length}, {name}_rest)",
-        f"{name}_thread = {name}_rest" + (f" // {calls}" if calls > 1 else ""),
-        f"{name}_count = {offset} // 4 + ({name}_turn + {name}_next)" + (f" * {calls}{call}" if calls > 1 else ""),
-        _call(name, seed),
+        f"{name}_turn = {name}_first // {threads}",
+        f"{name}_thread = {name}_first - {name}_turn * {threads} + {lanes}",
+        f"{name}_next = {name}_thread >= {threads}",
+        f"{name}_thread = tl.where({name}_next, {name}_thread - {threads}, {name}_thread)",
+        f"{name}_count = {offset} // 4 + ({name}_turn + {name}_next){several}",
+        *(_call(name, seed, number) for number in range(calls)),
+        *(f"{name}_{word} = tl.join({name}_{word}, {name}_{word}1)" for word in "xyzw" * (calls == 2)),
         f"{name}_words = tl.join(tl.join({name}_x, {name}_z), tl.join({name}_y, {name}_w))",
         f"{name} = " + _TO_UNIFORM.format(f"tl.reshape({name}_words, [{'B0, B1' if two else 'B1'}])"),
     ]

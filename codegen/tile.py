@@ -137,7 +137,10 @@ def _lane(body: Body, tuning: Tuning) -> int:
     """Elements per thread of a body that reduces nothing: as many as its operands allow, so that threads with many of them have
     registers for all."""
     lane = tuning.pointwise_lane * (2 if _narrow(body) else 1)
-    moved = sum(step.access.dtype.itemsize for step in body.steps if step.access is not None and step.level == FULL)
+    widths = [(step.stage, step.access.dtype.itemsize) for step in body.steps if step.access is not None and step.level == FULL]
+    moved, widest = sum(width for _, width in widths), max((width for _, width in widths), default=4)
+    if ("store", 1) in widths and widest > 1:  # so that threads have as many elements of a mask as of what it masks
+        lane = min(lane, 16 // widest)
     while lane > 4 and lane * moved > tuning.thread_bytes:
         lane //= 2
     return lane

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy
 import pytest
 import torch
-from graphs import compile_all, execute, externs, kernels, typed
+from graphs import CACHE, compile_all, execute, externs, kernels, typed
 from recording import Recording, layout_of
 
+from codegen import triton_compile
 from codegen.draws import vector_size
 from codegen.fuse import plan
 from codegen.kernel import Offset, Plan
@@ -127,6 +130,17 @@ def test_neighbours_share_a_call_of_philox() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         assert "tl.join" in kernels(check_dropout(data(24, 40, dtype=dtype)))[0].kernel.source
     assert "tl.join" not in kernels(check_dropout(data(11, 5)))[0].kernel.source
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_numbers_are_drawn_where_their_elements_lie(dtype: torch.dtype) -> None:
+    """Nothing is exchanged between threads, and ten rounds of two products serve four elements."""
+    (step,) = kernels(plan(dropout_graph(data(1 << 20, dtype=dtype), "add.Tensor")[0].graph))
+    built = triton_compile.compile_for_hopper(step.kernel, CACHE)
+    elements = dict(step.kernel.constexprs)["B1"] // (32 * step.kernel.num_warps)
+    assert built.shared == 0
+    wide = len(re.findall(r"mul\.(?:wide|hi)\.u32", built.handle.asm["ptx"]))
+    assert wide <= elements // 4 * 20 + 4, wide
 
 
 @pytest.mark.parametrize("make", [
