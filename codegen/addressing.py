@@ -96,11 +96,16 @@ class IndexWriter:
         width = self.tile.covered
         self._line(f"shift = ({share} * {self.arguments.stride(self.tile.row)}) % {width}  # the same for every row of it")
         self._line(f"at = {start}{self._arange(1)}")
+        self._vectors(width)
+        self._split(1)
+
+    def _vectors(self, width: int) -> None:
+        """Masks of a block that begins on a boundary ``at`` which a row lies across: its elements (m1), vectors with any of them
+        (v1), and with nothing else (w1)."""
         self._line("i1 = at - shift")
         self._line(f"m1 = (i1 >= 0) & (i1 < {self._extent(1)})")
         self._line(f"v1 = at // {width} * {width} < {self._extent(1)} + shift")
         self._line(f"w1 = (at // {width} * {width} >= shift) & (at // {width} * {width} + {width} <= {self._extent(1)} + shift)")
-        self._split(1)
 
     def _rows(self) -> str:
         """The loop over the rows of a program's share."""
@@ -119,7 +124,8 @@ class IndexWriter:
 
     def _row_bounds(self) -> None:
         """Which rows there are, and the boundary before each."""
-        self._line(f"m0 = i0 < {self._extent(0)}")
+        if self._guarded(0):
+            self._line(f"m0 = i0 < {self._extent(0)}")
         self._line(f"base = (i0 * {self.arguments.stride(self.tile.row)}) // {self.tile.covered} * {self.tile.covered}")
         self._split(0)
 
@@ -137,13 +143,18 @@ class IndexWriter:
         """Define the axis's index, its mask and the index along each of its dimensions."""
         self._starts[number] = start
         peeled = self.tile.peel > 1 and number == 1
+        if peeled and self.tile.vectors and not self._inside:
+            self._line(f"at = {start} + {self._arange(1)}")
+            self._vectors(self.tile.peel)
+            self._split(1)
+            return
         if peeled and self._inside:
             self._line(f"at = {start} + {self._arange(1)}")
             self._line("i1 = at - shift")
         else:
             begin = f"{start} - shift" if peeled else start
             self._line(f"i{number} = " + (f"{begin} + " if begin else "") + self._arange(number))
-        if not (self._inside and number == 1) and not (self.tile.peel and number == 0):
+        if self._guarded(number):
             bound = f"i{number} < {end or self._extent(number)}"
             self._line(f"m{number} = " + (f"(i1 >= 0) & ({bound})" if peeled else bound))
         self._split(number)
@@ -233,15 +244,23 @@ class IndexWriter:
                 if self.tile.axes[number] is not None:
                     terms.setdefault(number, [f"i{number} * 0"])
         offset = " + ".join(term for number in sorted(terms) for term in terms[number])
-        if self._inside and self.tile.peel > 1 and self.tile.follows(step):
+        if self.tile.peel > 1 and (self._inside or self.tile.vectors) and self.tile.follows(step):
+            if not self._inside and step.stage in ("load", "store"):
+                return "base + at", "v1"
             offset = "base + at"
         if self.tile.covered and step.stage in ("load", "store") and self.tile.follows(step):
-            return "base + at", "m0 & v1"
+            return "base + at", f"{self._rows_guard()}v1"
         return offset, " & ".join(f"m{number}" for number in sorted(terms) if self._guarded(number))
 
     def _guarded(self, number: int) -> bool:
-        """True where an index along the axis may lie outside."""
-        return number == 1 and not self._inside or number == 0 and not self.tile.peel
+        """True where an index along the axis may lie outside. Programs that work on one row at a time all have one."""
+        rows, reduced = self.tile.axes[0], self.tile.reduced_axis
+        alone = rows is not None and rows.block == 1 and reduced != 0
+        return number == 1 and not self._inside or number == 0 and not self.tile.peel and not alone
+
+    def _rows_guard(self) -> str:
+        """What a mask of whole rows begins with."""
+        return "m0 & " * self._guarded(0)
 
     def _store_axes(self, step: Step) -> list[int]:
         """Axes that a store's pointer block must have, so that it can take the value's shape."""

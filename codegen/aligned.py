@@ -1,9 +1,9 @@
 """Lets rows that start off 16-byte boundaries be walked in blocks that start on them. Imports codegen's leaf modules.
 
-Rows that are looped over or cut among programs have blocks that lie within them and need no mask ("peeled"). Where columns are
-reduced, a program takes every so-many-th row, all of which lie equally far off a boundary, and loads whole vectors, whatever lies
-beside the row in them ("covered"): a vector with one element of the row lies in its memory's page. So does a program that holds
-its row in registers.
+Rows that are looped over or cut among programs have blocks that lie within them and need no mask ("peeled"); those at the ends
+load whole vectors, too, and mask what they compute with. Where columns are reduced, a program takes every so-many-th row, all of
+which lie equally far off a boundary, and loads whole vectors, whatever lies beside the row in them ("covered"): a vector with one
+element of the row lies in its memory's page. So does a program that holds its row in registers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def peel(tile: Tile, body: Body) -> Tile:
     if body.backwards or any(step.stage == "random" for step in body.steps):  # these come in fours, from the row's first on
         return tile
     if len(strides) == 1 and strides[0] % width and not tile.share:
-        return replace(tile, peel=width, row=strides[0])
+        return replace(tile, peel=width, row=strides[0], vectors=not any(_unlike(step) for step in body.steps))
     return replace(tile, peel=1) if tile.reduced_axis is not None or tile.axes[0] is None else tile
 
 

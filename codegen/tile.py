@@ -56,6 +56,7 @@ class Tile:
     depth: int = 0  # summands of a matrix product that one step of its loop takes
     shares: int = 0  # how many programs share a reduction
     peel: int = 0
+    vectors: bool = False  # with ``peel`` above 1: blocks at a row's ends load whole vectors, too
     covered: int = 0  # as ``peel``, for programs that take every ``shares``-th row and mask whole vectors
     row: int = 0
     packs: bool = True  # does the machine round two floats to bfloat16 at a time?
@@ -176,6 +177,10 @@ def _pointwise(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuni
     outer = min(max(block // inner, 1), power_of_two(outer_extent))
     axes = (Axis(tuple(range(last)), outer_extent, outer), Axis((last,), dims[last], inner), None)
     tile = Tile(dims, strides, axes, None, False, 0, _warps(inner * outer, lane))
+    if outer > 1 and inner >= tuning.peeled:  # rows off boundaries one by one, so that most blocks lie within one
+        alone = replace(tile, axes=(replace(axes[0], block=1), axes[1], None), num_warps=_warps(inner, lane))
+        found = peel(alone, body)
+        return found if found.peel else tile
     return peel(tile, body) if outer == 1 and inner >= tuning.peeled else tile
 
 
@@ -269,6 +274,9 @@ def _column_blocks(body: Body, tuning: Tuning, split: bool) -> tuple[int, int, b
 def _row_block(body: Body, tuning: Tuning, split: bool) -> tuple[int, bool, int]:
     """(elements per step, looped?, elements per thread) where rows are reduced."""
     loads, extent = _loads(body), power_of_two(body.extent + (7 if body.extent % 8 and body.extent > tuning.covered else 0))
+    wasteful = body.extent % 8 != 0 and extent > tuning.short_row and extent * 3 > body.extent * tuning.padded
+    if not split and wasteful and settings.enabled("aligned_rows"):
+        return snug_block(body.extent + 7, min(tuning.looped, 2 * tuning.short_row), 512), True, tuning.lane
     if not split and extent <= tuning.persistent // (1 if loads < 2 else 2):
         highest = any(step.stage == "reduce" and step.text != "add" or step.stage == "scan" for step in body.steps)
         wide = extent > tuning.short_row and body.extent % 8 == 0 and _narrow(body) and loads < 2 and not highest

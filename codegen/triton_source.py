@@ -101,7 +101,9 @@ class SourceWriter(InstructionWriter):
         for step in self.body.steps:
             if step in columns:
                 name, (value,) = self._name(step), step.args
-                counted = f"tl.where(m0, {self._name(value)}, {identity(step.text, step.dtype)})"
+                counted = self._name(value)
+                if self._guarded(0):
+                    counted = f"tl.where(m0, {counted}, {identity(step.text, step.dtype)})"
                 self._line(f"{name}_acc = {COMBINE[step.text].format(f'{name}_acc', counted)}")
             elif step.stage != "store" and id(step) not in hoisted:
                 self._emit(step)
@@ -156,14 +158,14 @@ class SourceWriter(InstructionWriter):
         if self.tile.peel:
             ordered = any(step.stage == "scan" for step in self.body.steps)
             if self.tile.peel > 1:
-                self._walk("0, 1, B1" if ordered else "0, last + 1, tl.maximum(last, 1)", [*reduces, *stores], "")
+                self._walk("0, B1, B1" if ordered else "0, last + B1, tl.maximum(last, B1)", [*reduces, *stores], "")
             first = "begin" if self.tile.share else "B1" if self.tile.peel > 1 else "0"
             self._walk(f"{first}, last, B1{stages}", [*reduces, *stores], "", inside=True)
             if self.tile.peel == 1:
                 self._index(1, "last", "end" if self.tile.share else "")
                 self._block(reduces, stores)
             elif ordered:
-                self._walk("tl.maximum(last, 1), last + 1, B1", [*reduces, *stores], "")
+                self._walk("last, last + tl.minimum(last, B1), B1", [*reduces, *stores], "")
         else:
             start, end = ("begin", "end") if self.tile.share else ("0", self._extent(reduced))
             steps = self._rows() if self.tile.covered else f"{start}, {end}, B{reduced}"

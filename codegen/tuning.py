@@ -34,7 +34,9 @@ class Tuning:
     per step of a loop over rows that sums, and of one that keeps a maximum beside the sum of exponentials; ``loop_lane``,
     ``online_lane``: per thread of them. ``column_width`` and ``column_tile``: results and elements per step where columns are
     reduced. ``stages``: how many steps ahead loops load. ``programs``: how many programs keep the machine busy; ``cores``:
-    its multiprocessors. ``persistent``: the longest reduction held in registers. ``split_column`` and ``split_row``: the
+    its multiprocessors. ``persistent``: the longest reduction held in registers,
+    unless it lies off 16-byte boundaries and would fill less than three of ``padded`` parts of the registers: that wastes more
+    instructions than walking it again. ``split_column`` and ``split_row``: the
     longest reduction that is left to one program where there are few results; ``split_numel``: below so many elements none is
     split. ``mixed_row``, ``mixed_rows``: the longest row and the fewest rows that are reduced together with columns,
     ``mixed_tile``: elements per step of that, ``shared_bytes``: what its loads ahead may take of a multiprocessor's memory.
@@ -50,6 +52,7 @@ class Tuning:
     transpose_side: int = 64
     persistent: int = 32768
     short_row: int = 2048
+    padded: int = 4
     looped: int = 4096
     online: int = 2048
     column_width: int = 128

@@ -61,3 +61,24 @@ def test_tanh_is_as_exact_as_libdevices() -> None:
     rare = torch.tensor([0.0, 1e-30, torch.inf, -torch.inf, torch.nan])
     x = torch.cat([torch.linspace(-11, 11, 4001), torch.linspace(-0.7, 0.7, 2001), rare])
     check(torch.tanh, x, rtol=3e-7, atol=0.0)
+
+
+def test_rows_off_boundaries_are_read_and_written_in_vectors() -> None:
+    """An odd row's ends, too: what is stored apart is a vector's part at either end."""
+    for program in (lambda x, y: x * y, lambda x, y: x.softmax(-1), lambda x, y: F.layer_norm(x + y, (5003,))):
+        text = ptx(program, rows(64, 5003), rows(64, 5003))
+        assert "ld.global.v4.b32" in text and not count(text, "ld.global.b16")
+        assert "st.global.v4.b32" in text
+
+
+def test_rows_that_would_leave_registers_empty_are_looped_over() -> None:
+    for length, looped in ((5003, True), (4001, False), (5000, False), (1003, False)):
+        (step,) = kernels(plan(record(lambda x: x.softmax(-1), rows(64, length))[0].graph))
+        assert ("tl.range" in step.kernel.source) == looped, length
+    check(lambda x: x.softmax(-1), rows(3, 5003), count=1)
+    check(lambda x: (x, F.layer_norm(x, (3001,))), rows(5, 3001), count=1, atol=2e-2)
+
+
+def test_programs_of_one_row_need_no_mask_for_it() -> None:
+    (step,) = kernels(plan(record(lambda x: x.softmax(-1), rows(64, 4096))[0].graph))
+    assert "m0" not in step.kernel.source
