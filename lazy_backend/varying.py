@@ -53,7 +53,7 @@ def note(recording: Recording) -> None:
              for target, first, many, outs, n_outs, _, place, *_ in instrs if place]
     fresh = [(site, call) for site, call in calls if call not in _known.get(site, ())]
     same_program = all(site in _known for site, _ in calls)
-    if same_program and len(fresh) <= max(FEW, SMALL_SHARE * len(instrs)):
+    if same_program and len(fresh) < len(calls) and len(fresh) <= max(FEW, SMALL_SHARE * len(calls)):
         _changed.update({site for site, _ in fresh})
     if len(_known) > MOST_LINES:
         _known.clear()

@@ -118,6 +118,15 @@ def test_other_batches_are_recorded() -> None:
     assert lazy_backend.stats()["fallbacks"] == before
 
 
+def test_a_program_of_few_ops_is_recorded_for_every_size() -> None:
+    before = lazy_backend.stats()["fallbacks"]
+    with torch.inference_mode():
+        for number in range(STEPS):
+            start(DEVICE, number + 1, 8).exp().softmax(-1)
+            lazy_backend.mark_step()
+    assert lazy_backend.stats()["fallbacks"] == before
+
+
 def test_training_is_left_alone() -> None:
     model = layers(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters())
