@@ -31,6 +31,7 @@ class BarrierKind(enum.Enum):
     EVENT = "an event was recorded, and may be waited for"
     STREAM = "another stream became current, or holds a tensor's memory"
     EAGER = "the settings say that every op runs at once"
+    SWITCH = "one of PyTorch's global switches, such as that for TF32, was set to another value"
     FORK = "the process forks a child"
     EXIT = "the Python process ends"
 

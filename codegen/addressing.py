@@ -189,6 +189,11 @@ class IndexWriter:
                 out[number] = terms
         return out
 
+    def _axes(self, step: Step) -> set[int]:
+        """The axes along which the step's result differs."""
+        own = set(self._terms(step)) if id(step) in self.tile.strides else set()
+        return own.union(*(self._axes(arg) for arg in step.args))
+
     def position(self, step: Step) -> str:
         """What the step's form gives each element."""
         return " + ".join(term for terms in self._terms(step).values() for term in terms) or "tl.full([], 0, tl.int32)"

@@ -22,7 +22,7 @@ class Step:
     """An instruction of a body. ``form`` is the address pattern over the full space (loads, stores, gathers, coords).
 
     ``phase`` counts the reductions that must be complete before it. ``stage``: "load", "store", "gather", "take", "factor",
-    "dot", "expr", "reduce", "scan", "coord", "scalar", "size", "seed", "offset", "random" as for
+    "dot", "expr", "reduce", "scan", "coord", "scalar", "size", "seed", "offset", "random", "check" as for
     `codegen.instructions.Instr`. A put is a store with indices behind its value.
     """
 
@@ -74,7 +74,7 @@ class Body:
         """Append, with level and phase following from the arguments."""
         if step.args:
             step.phase = max(arg.phase for arg in step.args) + (step.stage == "reduce")
-        if step.stage == "expr" and step.args:
+        if step.stage in ("expr", "check") and step.args:
             step.level = max(arg.level for arg in step.args)
         step.across |= any(arg.across for arg in step.args)
         self.steps.append(step)

@@ -25,6 +25,7 @@ def lower_nll_forward(node: Node, scratch: int) -> list[Part]:
     lowering, _ = reduction(node, source, 1)
     index = lowering.load(target, KEPT)
     ignored = lowering.read(args["ignore_index"], index.dtype)
+    index = lowering.check(index, source.layout.size[1], ignored)
     picked = lowering.gather(source, 1, index)
     weight: Instr = lowering.expr("1.0", dtype=picked.dtype)
     if args.get("weight") is not None:

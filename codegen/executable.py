@@ -161,11 +161,12 @@ class Placed:
 
 
 def assemble(
-    graph: Graph, program: Program, steps: Sequence[Emit], dead: int, temporaries: Sequence[int] = (), graphs: bool = False
-) -> None:
+    graph: Graph, program: Program, steps: Sequence[Emit], dead: int, temporaries: Sequence[int] = (), graphs: bool = False,
+    donate: bool = True,
+) -> None:  # fmt: skip
     """Add ``steps`` to ``program`` with the allocations, frees, inputs and outputs that they need; ``graphs``: they may be
-    replayed as CUDA graphs."""
-    plan = plan_memory(graph, [step.use for step in steps], temporaries, graphs)
+    replayed as CUDA graphs; ``donate``: inputs that nobody holds any more may be written over."""
+    plan = plan_memory(graph, [step.use for step in steps], temporaries, graphs, donate and not graphs)
     placed: Any = Placed(program, plan.places) if plan.places else program
     ready: dict[int, int] = {}
     position = 0

@@ -1,7 +1,8 @@
 """Lowers ops that take their addresses from index tensors: gathers, embeddings and their gradients, scatters. Imports torch,
 `ir_nodes` and codegen's lowering modules.
 
-Indices out of range read zeros and write nothing, where ATen's CUDA kernels stop at a device-side assertion.
+Kernels stop at an index out of range, as ATen's CUDA kernels do. Without LAZYSCHED_CHECK_INDICES it reads zeros and writes
+nothing, as it does in gradients, whose forward has looked.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ Place = tuple[Instr, int, int]
 """An index, the stride that it counts in, and the extent that it has to stay below."""
 
 
-def _index(lowering: Lowering, operand: Operand, layout: Layout, count: int, wraps: bool = False) -> Instr:
+def _index(lowering: Lowering, operand: Operand, layout: Layout, count: int, wraps: bool = False, check: bool = True) -> Instr:
     """An index tensor's elements, seen through ``layout``; ``wraps``: negative ones count from the end."""
     if layout.dtype not in (torch.int64, torch.int32):
         raise Unsupported(f"indices of dtype {str(layout.dtype).removeprefix('torch.')}")
     index = lowering.load(Operand(operand.value, layout))
     if wraps:
         index = lowering.expr("tl.where({0} < 0, {0} + {1}, {0})", index, lowering.size(count, index.dtype), dtype=index.dtype)
-    return index
+    return lowering.check(index, count) if check else index
 
 
 def _spread(layout: Layout, before: int, after: int) -> Layout:
@@ -187,7 +188,7 @@ def lower_embedding_backward(node: Node, scratch: int) -> list[Part]:
     zeros = Lowering(node, layout.size)
     zeros.store(blank, layout, zeros.expr("0.0", dtype=torch.float32))
     add = Lowering(node, (*index.layout.size, width))
-    at = _index(add, index, _spread(index.layout, 0, 1), rows)
+    at = _index(add, index, _spread(index.layout, 0, 1), rows, check=False)
     if args["padding_idx"] >= 0:
         at = add.expr("tl.where({0} == {1}, -1, {0})", at, add.size(args["padding_idx"], at.dtype), dtype=at.dtype)
     assert flat
@@ -204,7 +205,7 @@ def _row_sums(node: Node, args: dict[str, Any], grad: Operand, index: Operand) -
     write = node.writes[0].layout
     lowering, _ = reduction(node, grad, tuple(range(len(grad.layout.size) - 1)))
     lowering.part.column = True
-    at, value = _index(lowering, index, _spread(index.layout, 0, 1), write.size[0]), lowering.load(grad)
+    at, value = _index(lowering, index, _spread(index.layout, 0, 1), write.size[0], check=False), lowering.load(grad)
     for row in range(write.size[0]):
         number = lowering.expr(str(row if row != args["padding_idx"] else -1), dtype=at.dtype)
         mine = lowering.expr("tl.where({0} == {1}, {2}, 0.0)", at, number, value, dtype=value.dtype)

@@ -61,14 +61,15 @@ class MemAccess:
 @dataclass(slots=True, eq=False)
 class Instr:
     """``kind``: "load", "store", "gather", "take", "put", "expr", "reduce", "scan", "coord", "scalar", "size", "seed",
-    "offset" or "random".
+    "offset", "random" or "check".
 
     ``text`` is an expression over {0}, {1}, ... (expr) or the combining function's name (reduce, scan). ``dtype`` is what the
     result is held in. A load's argument, if it has one, says where there is something to load.
     ``payload`` is the kind's own datum: the form of a coord, the scalar's index, the size, the generator's buffer (seed),
-    (buffer, increment) of an offset, whether a scan runs backwards, the `codegen.draws.Stream` of a random number, (stride,
-    extent) of each index that a take's or put's addresses depend on: the arguments of a take, and of a put behind its value; its
-    ``text`` is "add" or "set".
+    (buffer, increment) of an offset, whether a scan runs backwards, what a checked index has to stay below, the
+    `codegen.draws.Stream` of a random number, (stride, extent) of each index that a take's or put's addresses depend on: the
+    arguments of a take, and of a put behind its value; its ``text`` is "add" or "set". That of a check is what is said where it
+    fails.
     """
 
     kind: str

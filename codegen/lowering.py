@@ -17,6 +17,7 @@ from codegen.expressions import Unsupported
 from codegen.forms import Form, Reduced
 from codegen.instructions import FULL, KEPT, UNIFORM, Instr, MemAccess, Part
 from codegen.promotion import COMPUTABLE, HALF, TRITON_TYPES, compute_dtype
+from ir_nodes import settings
 from ir_nodes.layout import Layout
 from ir_nodes.node import Node, Operand, ScalarInput, Target, Value
 
@@ -206,6 +207,13 @@ class Lowering:
         access.low, access.high = 0, target.buffer.nbytes
         return self.add(Instr("put", value.dtype, FULL, (value, *(index for index, _, _ in indices)), how, access,
                               tuple((stride, extent) for _, stride, extent in indices)))
+
+    def check(self, index: Instr, count: int, but: Instr | None = None) -> Instr:
+        """``index``, which has to lie from 0 to below ``count`` or be ``but``: a kernel that finds another one stops."""
+        if not settings.current().check_indices:
+            return index
+        text = f"{self.part.node.target}: an index is out of range"
+        return self.add(Instr("check", index.dtype, index.level, (index, but) if but else (index,), text, payload=count))
 
     def gather(self, operand: Operand, dim: int, index: Instr) -> Instr:
         """``operand[..., index, ...]`` per kept element, the full space's ``dim`` being the one indexed."""

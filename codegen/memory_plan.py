@@ -63,16 +63,16 @@ class MemoryPlan:
 
 
 def plan_memory(
-    graph: Graph, uses: Sequence[StepUse], temporaries: Sequence[int] = (), graphs: bool = False
+    graph: Graph, uses: Sequence[StepUse], temporaries: Sequence[int] = (), graphs: bool = False, donate: bool = True
 ) -> MemoryPlan:
     """Allocate at first use, free after last. ``temporaries``: bytes of each extra slot, which follow the buffers' slots.
-    ``graphs``: runs of steps may be replayed as CUDA graphs, which have a pool of their own instead of an arena, and whose inputs
-    may move from run to run, so that nothing is written over these.
+    ``graphs``: runs of steps may be replayed as CUDA graphs, which have a pool of their own instead of an arena. ``donate``:
+    inputs that nobody holds any more may be written over: not where these may move from run to run under a CUDA graph.
 
     Live buffers are handed out at the end and never freed; inputs nobody holds any more are freed after their last use. An arena
     is there from the first use of what lies in it to the last; it is left out where that would raise the peak.
     """
-    planner = Planner(graph, uses, temporaries, donate=not graphs)
+    planner = Planner(graph, uses, temporaries, donate)
     apart = planner.plan([])
     pieces = planner.pieces() if settings.enabled("static_plan") and not graphs else []
     if len(pieces) < 2:

@@ -1,7 +1,9 @@
 """Which operands a kernel's results may be written over. Imports codegen's leaf modules and `ir_nodes`.
 
 A program that holds all it needs of some elements in registers may write its results to the same place: that is what an in-place
-op does. A kernel that walks its elements several times would read its own results, so it is never asked.
+op does. A kernel that walks its elements several times would read its own results, so it is never asked. The result has to be
+computed from what it replaces: a program's threads wait for one another where values pass between them, and nowhere else, so a
+thread could otherwise store an element that another has yet to load.
 """
 
 from __future__ import annotations
@@ -22,8 +24,21 @@ def reuses(body: Body) -> tuple[tuple[Value, Value], ...]:
     for buffer, steps in plain.items():
         if steps[0].stage == "store":
             found += [(access_of(steps[0]).value, access_of(others[0]).value) for other, others in plain.items()
-                      if others[0].stage == "load" and other.nbytes == buffer.nbytes and same_elements(others[0], steps[0])]
+                      if others[0].stage == "load" and other.nbytes == buffer.nbytes and same_elements(others[0], steps[0])
+                      and all(computed_from(store, others) for store in steps)]
     return tuple(found)
+
+
+def computed_from(store: Step, loads: list[Step]) -> bool:
+    """Is each of ``loads`` needed for what is stored?"""
+    seen: set[int] = set()
+    stack = [store]
+    while stack:
+        step = stack.pop()
+        if id(step) not in seen:
+            seen.add(id(step))
+            stack.extend(step.args)
+    return all(id(load) in seen for load in loads)
 
 
 def is_plain(steps: list[Step]) -> bool:

@@ -20,8 +20,9 @@ def shared(
     """For each buffer that is written over another one, which dies in the same step: whose slot it takes.
 
     ``first`` and ``last``: the first and last step of each slot. ``donate``: an input that nobody holds any more may be written
-    over.
+    over. What a collective sends or fills is left alone.
     """
+    kept = {buffer for use in uses if use.keeps for buffer in use.buffers}
     taken: dict[int, int] = {}
     given: set[int] = set()
     makes = {slot for use in uses for slot in use.makes}  # ATen may have made these larger than they look
@@ -33,7 +34,7 @@ def shared(
             dies = first.get(new) == number == last.get(old) and not other.live and other.kind is not BufferKind.GENERATOR
             slot = taken.get(old, old)
             fits = one.kind is BufferKind.FRESH and one.nbytes == other.nbytes and not (one.live and slot in makes)
-            if dies and fits and new not in taken and old not in given:
+            if dies and fits and new not in taken and old not in given and not {new, old} & kept:
                 taken[new] = slot
                 given.add(old)
     return taken

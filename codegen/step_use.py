@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from codegen.kernel import KernelStep, Temporary
 from ir_nodes import Node
+from ir_nodes.ops import COLLECTIVE, info
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +14,8 @@ class StepUse:
     """What one step touches: buffers it reads or writes in memory, buffers it makes itself, temporaries.
 
     ``reuses``: (written, read) buffers that may share memory, if the step is the last to read the one and the first to write the
-    other. ``by_address``: it takes addresses, so what it touches may lie anywhere; ATen's ops take whole slots.
+    other. ``by_address``: it takes addresses, so what it touches may lie anywhere; ATen's ops take whole slots. ``keeps``: what
+    it touches is in use until somebody waits for it, perhaps in a later recording: the memory of a collective that it starts.
     """
 
     buffers: tuple[int, ...]
@@ -21,6 +23,7 @@ class StepUse:
     temporaries: tuple[int, ...] = ()
     reuses: tuple[tuple[int, int], ...] = ()
     by_address: bool = False
+    keeps: bool = False
 
 
 def kernel_use(step: KernelStep) -> StepUse:
@@ -36,4 +39,4 @@ def node_use(node: Node) -> StepUse:
     returned = {node.writes[index].value.buffer.index: None for index in node.returns if index is not None}
     touched = dict.fromkeys(value.buffer.index for value in node.inputs())
     touched.update(dict.fromkeys(write.value.buffer.index for write in node.writes))
-    return StepUse(tuple(b for b in touched if b not in returned), tuple(returned))
+    return StepUse(tuple(b for b in touched if b not in returned), tuple(returned), keeps=info(node.target).kind in COLLECTIVE)

@@ -43,7 +43,10 @@ def build(kernel: Described, module: ModuleType, target: GPUTarget | None = None
     signature = dict(kernel.signature) | {name: "constexpr" for name, _ in kernel.constexprs}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in kernel.divisible}
     source = ASTSource(getattr(module, kernel.name), signature, dict(kernel.constexprs), attributes)
-    return triton.compile(source, target=target, options={"num_warps": kernel.num_warps, "enable_fp_fusion": True})
+    options = {"num_warps": kernel.num_warps, "enable_fp_fusion": True}
+    if "tl.device_assert(" in Path(str(module.__file__)).read_text():
+        options |= {"debug": True, "sanitize_overflow": False}  # else Triton leaves assertions out, or adds some of its own
+    return triton.compile(source, target=target, options=options)
 
 
 def gpu_target(arch: int) -> GPUTarget:

@@ -153,7 +153,11 @@ def emit_interpreted(step: KernelStep, kernel: Interpreted, base: int) -> Emit:
         memory = {index: slot for index, slot in enumerate(slots[:base]) if slot is not None}
         scratch = {index: slot for index, slot in enumerate(slots[base:]) if slot is not None}
         with _lock:  # the interpreter changes triton.language while it runs
-            launch(step, kernel, memory, scratch, scalars)
+            try:
+                launch(step, kernel, memory, scratch, scalars)
+            except IndexError as error:
+                places = [f"{node.frame}" for node in step.nodes if node.frame and str(error).startswith(f"{node.target}:")]
+                raise IndexError(f"{error} (recorded at {' or '.join(places)})" if places else str(error)) from error
 
     use = kernel_use(step)
     touched = [*use.buffers, *(base + index for index in use.temporaries)]

@@ -77,6 +77,8 @@ class InstructionWriter(IndexWriter):
             self._multiply(step)
         elif step.stage == "factor":
             self._names[id(step)] = self._pointer(step)
+        elif step.stage == "check":
+            self._check(step)
         elif step.stage == "reduce":
             masked = self._masked(step)
             self._line(f"{self._name(step)} = tl.reduce({masked}, {self.tile.reduced_axis}, _{step.text}, keep_dims=True)")
@@ -139,6 +141,16 @@ class InstructionWriter(IndexWriter):
         along = f"{index} * {self.arguments.stride(step.access.index_stride)}"
         valid = f"{mask} & " * bool(mask) + f"({index} >= 0) & ({index} < {count})"
         self._line(f"{self._name(step)} = tl.load({self._pointer(step)} + {offset} + {along}, mask={valid}, other=0){widened}")
+
+    def _check(self, step: Step) -> None:
+        """Stops at an index that is out of range, in those places where there is an element."""
+        index, *others = map(self._name, step.args)
+        self._names[id(step)] = index
+        valid = f"({index} >= 0) & ({index} < {self.arguments.stride(step.payload)})"  # type: ignore[arg-type]
+        valid = f"({valid})" + "".join(f" | ({index} == {other})" for other in others)
+        masks = [f"m{number}" for number in sorted(self._axes(step.args[0])) if self._guarded(number)]
+        mask = f", mask={' & '.join(masks)}" if masks else ""
+        self._line(f'tl.device_assert({valid}, "{step.text}"{mask})')
 
     def _scattered(self, step: Step, indices: tuple[Step, ...]) -> str:
         """Pointer and mask of an access whose addresses depend on ``indices``."""

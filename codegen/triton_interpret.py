@@ -94,6 +94,13 @@ def _assembly(text: str, constraints: str, args: Any, dtype: Any, is_pure: bool,
     return tl.core.tensor(interpreter.TensorHandle(widen_bfloat16(narrow_to_bfloat16(arg.handle.data)), dtype), arg.type)
 
 
+def _assert(condition: Any, message: Any = "", mask: Any = None) -> None:
+    """`tl.device_assert`, which the interpreter passes over. Raises IndexError: kernels assert nothing else."""
+    valid = condition.handle.data if mask is None else condition.handle.data | ~mask.handle.data
+    if not valid.all():
+        raise IndexError(getattr(message, "value", message))
+
+
 def _argument(value: Any, kind: str) -> Any:
     """A kernel argument of Triton type ``kind``: the address of a tensor's first element, or a number."""
     if kind.startswith("*"):
@@ -134,6 +141,7 @@ def interpret(kernel: Kernel, function: Callable[..., None]) -> Callable[[tuple[
         scope.set_attr(tl, "reduce", _reduce)
         scope.set_attr(tl, "inline_asm_elementwise", _assembly)
         scope.set_attr(tl, "associative_scan", _scan)
+        scope.set_attr(tl, "device_assert", _assert)
         scope.set_attr(JITFunction, "__call__", lambda called, *args: called.fn(*map(_numbers, args)))
         scope.set_attr(tl.tensor, "__index__", lambda scalar: int(scalar.handle.data.item()))  # older releases need 0-d
         semantic.builder = _builder

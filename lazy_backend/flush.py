@@ -10,6 +10,8 @@ from functools import partial
 from types import ModuleType
 from typing import Any, Callable, Iterator, Sequence
 
+import torch.distributed as dist
+
 from barriers.collectives import join_launches, part_stages, release_waits, sink_waits
 from barriers.pipeline import ordered_passes, run_passes
 from codegen import engines
@@ -87,7 +89,8 @@ def compile_recording(native: ModuleType, recording: Recording, device: int) -> 
         check = check_orders(graph, report, device)
         steps = [check, *steps] if check else steps
     dead = recorded - sum(not node.again for node in graph.nodes) - len(held.rest)
-    assemble(graph, program, steps, dead, temporaries, replays())
+    # What a collective sends may be in use until a later recording waits for it, though nobody holds it any more.
+    assemble(graph, program, steps, dead, temporaries, replays(), donate=not (dist.is_available() and dist.is_initialized()))
     return program
 
 

@@ -15,8 +15,9 @@ import torch
 
 from lazy_backend import core
 
-_streams: dict[int, torch.cuda.Stream] = {}  # the default stream can't be captured
-_pools: dict[tuple[int, int], tuple[int, int]] = {}  # of a device and a stream
+# By device and by the stream that the graphs will run on: graphs that are captured on one stream share cuBLAS's workspace there.
+# The default stream can't be captured.
+_streams: dict[tuple[int, int], torch.cuda.Stream] = {}
 
 
 def capture(device: int, body: Callable[[int], None]) -> tuple[int, torch.cuda.CUDAGraph]:
@@ -25,11 +26,10 @@ def capture(device: int, body: Callable[[int], None]) -> tuple[int, torch.cuda.C
     Raises RuntimeError where something can't be captured, such as an op that waits for the GPU.
     """
     with torch.cuda.device(device):
-        stream = _streams.get(device) or _streams.setdefault(device, torch.cuda.Stream(device))
         current = torch.cuda.current_stream()
+        key = (device, current.stream_id)
+        stream = _streams.get(key) or _streams.setdefault(key, torch.cuda.Stream(device))
         stream.wait_stream(current)
-        key = (device, current.cuda_stream)
-        pool = _pools.get(key) or _pools.setdefault(key, torch.cuda.graph_pool_handle())
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.stream(stream):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")

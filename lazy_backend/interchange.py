@@ -31,7 +31,7 @@ def lent(tensor: torch.Tensor, for_ever: bool = False) -> torch.Tensor:
     Whether it requires grad comes along, so that torch refuses what it refuses. ``for_ever``: for those who keep an address
     without holding a reference.
     """
-    return core.get().lend(tensor.detach(), for_ever).requires_grad_(tensor.requires_grad)
+    return core.get().lend(tensor.detach(), 2 if for_ever else 1).requires_grad_(tensor.requires_grad)
 
 
 def _numpy(original: Any) -> Any:

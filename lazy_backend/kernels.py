@@ -14,7 +14,7 @@ Tensor = torch.Tensor
 
 def record_stream(self: Tensor, s: torch.Stream) -> None:
     if core.physical_is_cuda():
-        physical = core.get().lend(self, False)
+        physical = core.get().lend(self, 0)
         physical.record_stream(torch.Stream(stream_id=s.stream_id, device_index=s.device_index,
                                             device_type=int(torch._C._autograd.DeviceType.CUDA)))  # fmt: skip
 

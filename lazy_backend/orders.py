@@ -26,7 +26,7 @@ from barriers.recorded import Ask
 from barriers.wishes import Wish
 from ir_nodes import Graph, ops, settings
 from ir_nodes.estimate import CPU, CUDA, Rates
-from lazy_backend import core
+from lazy_backend import core, switches
 from lazy_backend.entered import segments
 from lazy_backend.segments import handle, on_hooks
 
@@ -114,7 +114,7 @@ def enforce(owner: int, demands: Demands | None) -> None:
 def renew_key() -> None:
     wishes, hooks = wanted(), hooks_now()
     text = "\n".join([*(f"{wish.owner} {wish} {wish.moves.name}" for wish in wishes), *(f"{h.owner} {h.number}" for h in hooks)])
-    text += "debug" * debugging() + "measure" * measuring()
+    text += "debug" * debugging() + "measure" * measuring() + switches.key()
     global _key
     _key = hash(text) & (2**63 - 1) if text else 0
     if core.is_started():
@@ -221,3 +221,4 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 core.at_start(set_key)
 on_hooks.append(renew_key)
+switches.changed.append(renew_key)

@@ -7,10 +7,12 @@ from typing import Any, Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import check, externs, kernels, record
+from graphs import CACHE, check, compile_all, execute, externs, kernels, record
 
 from codegen.fuse import plan
+from codegen.triton_compile import compile_for_hopper
 from codegen.tuning import HOPPER, Tuning
+from ir_nodes import settings
 
 LOOPED = Tuning(pointwise_block=64, transpose_side=16, tile=64, persistent=16, looped=16)
 SPLIT = Tuning(tile=64, persistent=64, looped=16, programs=16, split_rows=16, split_column=16, split_row=16, split_numel=64)
@@ -143,3 +145,49 @@ def test_index_copy_into_what_a_fill_made() -> None:
 def test_index_copy_beside_what_it_copies_into_is_atens() -> None:
     recording, _ = record(lambda x, i, v: x.index_copy(0, i, v), data(9, 4), torch.tensor([3]), data(1, 4))
     assert [step.reason for step in externs(plan(recording.graph))] == ["a copy beside what it copies into"]
+
+
+OUTSIDE: dict[str, tuple[Callable[..., Any], torch.Tensor, str]] = {
+    "index_select": (lambda x, i: x.index_select(1, i), torch.tensor([0, 7]), "aten::index_select"),
+    "below zero": (lambda x, i: x.index_select(1, i), torch.tensor([0, -1]), "aten::index_select"),
+    "gather": (lambda x, i: x.gather(0, i.view(1, 2, 1)), torch.tensor([6, 0]), "aten::gather"),
+    "index from behind": (lambda x, i: x[i], torch.tensor([-7, 0]), "aten::index.Tensor"),
+    "embedding and sums": (lambda x, i: F.embedding(i, x[:, 0]).sum(-1), torch.tensor([5, 6]), "aten::embedding"),
+    "index_put": (lambda x, i: aten.index_put_(x * 2, [i], torch.ones(2, 7, 5)), torch.tensor([0, 6]), "aten::index_put_"),
+    "a loss": (lambda x, i: F.cross_entropy(x[:2, 0], i), torch.tensor([5, 0]), "aten::nll_loss_forward"),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("tuning", [HOPPER, LOOPED], ids=["hopper", "looped"])
+def test_an_index_out_of_range_stops_the_kernel(name: str, tuning: Tuning) -> None:
+    program, outside, op = OUTSIDE[name]
+    x, inside = data(6, 7, 5), torch.tensor([0, 1])
+    recording, _ = record(program, x, inside)
+    made = plan(recording.graph, tuning=tuning)
+    assert not externs(made)
+    execute(recording, made)
+    (place,) = [index for index, held in recording.inputs.items() if torch.equal(held, inside.view(torch.uint8))]
+    recording.inputs[place] = outside.view(torch.uint8)
+    with pytest.raises(IndexError, match=f"{op}.*: an index is out of range"):
+        execute(recording, made)
+    compile_all(made)
+    with settings.override(check_indices=False):
+        unchecked = plan(recording.graph, tuning=tuning)
+        execute(recording, unchecked)
+    assert not any("device_assert" in step.kernel.source for step in kernels(unchecked))
+
+
+def test_only_kernels_that_look_carry_the_assertion() -> None:
+    """Triton leaves assertions out unless it is told to compile them, and then would add its own about integers."""
+    for on in (True, False):
+        with settings.override(check_indices=on):
+            (step,) = kernels(plan(record(lambda w, i: F.embedding(i, w) + 1, data(11, 40), indices(5, below=11))[0].graph))
+            ptx = compile_for_hopper(step.kernel, CACHE).handle.asm["ptx"]
+            assert ("__assertfail" in ptx) is on and ptx.count("call.uni") == int(on)
+
+
+def test_what_is_ignored_may_lie_outside() -> None:
+    targets = torch.tensor([2, -100, 0])
+    check(lambda x, i: F.cross_entropy(x, i), data(3, 7), targets, rtol=1e-5, atol=1e-6)
+    check(lambda x, i: F.cross_entropy(x, i, ignore_index=9), data(3, 7), torch.tensor([2, 9, 0]), rtol=1e-5, atol=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any, Callable
 
 import pytest
@@ -19,7 +20,7 @@ from codegen.kernel import KernelStep, Plan
 from codegen.memory_plan import MemoryPlan, plan_memory
 from codegen.static_plan import ALIGNMENT, Piece, offsets
 from codegen.step_use import StepUse, kernel_use, node_use
-from ir_nodes import BufferKind, Graph, settings
+from ir_nodes import BufferKind, Graph, Node, settings
 from tests.programs import Step, inputs, interpret, steps
 from tests.recording import Recorder, Recording
 
@@ -99,6 +100,42 @@ def test_operands_that_are_needed_elsewhere_or_otherwise_keep_their_numbers(prog
     recording, _ = record(program, X, W)
     made, memory = planned(recording.graph)
     same(recording, made, memory)
+
+
+def test_a_result_is_not_written_over_what_it_is_not_computed_from() -> None:
+    """One thread could store an element of the one before another has loaded it of the other."""
+    def both(x: torch.Tensor, w: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (x @ w) * c, (w @ x) * c
+
+    recording, _ = record(both, W, W.flip(0), W.sin())
+    made, memory = planned(recording.graph)
+    (kernel,) = [step for step in made.steps if isinstance(step, KernelStep)]
+    assert len(kernel.reuses) == 4, "each over its product, or over what both are multiplied by"
+    for new, old in kernel.reuses:
+        assert new.producer is not None and old in [operand.value for operand in new.producer.reads]
+    same(recording, made, memory)
+
+
+def test_what_a_collective_sends_is_not_written_over() -> None:
+    """It may be waited for in a later recording, when nobody holds the tensor any more."""
+    graph = Graph()
+    for live in (False, False, True):
+        graph.add_buffer(1024, live=live)
+    make, use = StepUse((0,), by_address=True), StepUse((0, 2), reuses=((2, 0),), by_address=True)
+    send = StepUse((0, 1))
+    assert plan_memory(graph, [make, send, use]).reused == 1
+    assert plan_memory(graph, [make, replace(send, keeps=True), use]).reused == 0
+    node = Node(0, "lazysched::all_gather", (), (), ())
+    assert node_use(node).keeps and not node_use(Node(0, "aten::mm", (), (), ())).keeps
+
+
+def test_nothing_is_donated_where_collectives_may_be_in_flight() -> None:
+    graph = Graph()
+    graph.add_buffer(1024, BufferKind.INPUT)
+    graph.add_buffer(1024, live=True)
+    use = StepUse((0, 1), reuses=((1, 0),), by_address=True)
+    assert plan_memory(graph, [use]).reused == 1
+    assert plan_memory(graph, [use], donate=False).reused == 0
 
 
 def test_what_only_kernels_touch_lies_in_one_arena() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import lazy_backend
+from tests.children import call
 from tests.device import DEVICE, needs_host_errors
 
 F = nn.functional
@@ -162,6 +163,20 @@ def test_an_op_that_fails_when_it_runs_names_the_line_that_recorded_it() -> None
     assert str(wanted.value).splitlines()[0] in message
     assert f"test_lazy_backend_errors.py:{line} in embedding_out_of_range" in message
     assert "aten::" in message
+
+
+def kernel_out_of_range() -> None:
+    result, line = embedding_out_of_range()
+    with pytest.raises(IndexError) as got:
+        result.tolist()
+    place = f"{__file__}:{line} in embedding_out_of_range"
+    assert f"aten::index_select: an index is out of range (recorded at {place})" in str(got.value)
+    assert (torch.ones(2, device=DEVICE) + 1).tolist() == [2, 2]
+
+
+@needs_host_errors
+def test_a_kernel_that_finds_an_index_out_of_range_names_op_and_line() -> None:
+    call(kernel_out_of_range, engine="triton")
 
 
 @needs_host_errors

@@ -185,7 +185,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_data", &set_data).def("trace_for", &trace_for).def("count", &count);
   m.def("stats", [] { return std::vector<int64_t>(stats.begin(), stats.end()); });
   m.def("reset_peak", [] { stats[kPeak] = stats[kHeld].load(); });
-  m.def("lend", [](const at::Tensor& t, bool for_ever) { return recorder(t).lend(t, for_ever); });
+  m.def("lend", [](const at::Tensor& t, int how) { return recorder(t).lend(t, how); });
+  m.def("pin", [](const at::Tensor& t, int by) { pin(t.storage(), by); });
   m.def("default_generator", [](DeviceIndex i) { return at::globalContext().defaultGenerator(c10::Device(kLazy, i)); });
   m.def("enter_segment", &enter_segment).def("note_backward", &note_backward).def("backward_segment", &backward_segment);
   m.def("sequence_number", [] { return static_cast<int64_t>(at::sequence_number::peek()); });

@@ -48,7 +48,7 @@ struct Buffer final : c10::intrusive_ptr_target {
   const DeviceIndex device;
   bool owned = true;        // a storage (or generator) still holds it
   bool touched = false;     // some op has read or written it
-  uint8_t lent = 0;         // another library sees its bytes: 1 as long as it holds them, 2 for ever
+  uint8_t lent = 0;         // another library sees its bytes, so ops on them run at once: 1 as long as it holds them, 2 for ever
   uint64_t pending_in = 0;  // the recording whose end will give it its newest value; 0: none
   uint64_t trace = 0;       // the recording that numbers it, and its number there
   int32_t index = -1;
@@ -174,7 +174,7 @@ class Recorder {
   bool is_used(const Buffer* b);  // does the recording read or write it?
   // The physical bytes behind `t`, computed if need be.
   at::Tensor materialise(const at::Tensor& t, const char* kind, const std::string& reason);
-  at::Tensor lend(const at::Tensor& t, bool for_ever);  // the same, for another library to hold: ops on them run at once
+  at::Tensor lend(const at::Tensor& t, int how);  // the same, for another library to hold (`Buffer::lent`, or 0: only to look)
   void on_storage_death(Buffer* b);
   Trace copy();
   std::mutex mutex;        // the recording; never held while waiting for the GIL or running anything
@@ -218,6 +218,7 @@ at::Tensor make_empty(c10::IntArrayRef size, at::ScalarType dtype, DeviceIndex d
 c10::Storage physical_bytes(size_t n, DeviceIndex device);
 const c10::Storage& count_bytes(const c10::Storage& s);  // as memory of a device that runs on a CPU
 at::Tensor bytes_of(const c10::Storage& physical);  // as uint8[nbytes]
+void pin(const c10::Storage& physical, int by);  // while above 0, others know its address: no CUDA graph writes there again
 // A tensor on `s`, a storage of the lazy device or of the physical one.
 at::Tensor alias_storage(const c10::Storage& s, at::ScalarType dtype, c10::IntArrayRef size, c10::IntArrayRef stride,
                          int64_t offset, bool conj = false, bool neg = false);

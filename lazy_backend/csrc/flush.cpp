@@ -36,8 +36,7 @@ ProgramPtr Recorder::find(Trace& trace, bool& hit) {
   found->second.last_use = ++uses_;
   auto program = found->second.program;
   auto older = [](const auto& a, const auto& b) { return a.second.last_use < b.second.last_use; };
-  for (; cache_.size() > limits.cache_size; stats[kEvicted]++)
-    cache_.erase(std::min_element(cache_.begin(), cache_.end(), older));
+  for (; cache_.size() > limits.cache_size; stats[kEvicted]++) cache_.erase(std::min_element(cache_.begin(), cache_.end(), older));
   return program;
 }
 
@@ -55,7 +54,7 @@ std::unique_ptr<Trace> Recorder::take_trace(const Needed& needed) {
   auto trace = std::exchange(trace_, spare_ ? std::move(spare_) : std::make_unique<Trace>());
   for (const Buffer* b : needed) if (b->trace == trace->id) trace->needed.push_back(b->index);
   trace_->reset(next_id_++);
-  for (const auto& b : trace->buffers) trace->live.push_back(b->owned ? 1 : 0);
+  for (const auto& b : trace->buffers) trace->live.push_back(b->owned || b->is_lent() ? 1 : 0);
   if (const uint64_t key = schedule_key) trace->hash = torch::lazy::HashCombine(trace->hash, hash_t(key));
   return trace;
 }

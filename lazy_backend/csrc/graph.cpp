@@ -8,15 +8,25 @@
 
 namespace lazysched {
 
+static std::mutex pins_mutex;
+static std::unordered_map<const void*, int> pins;
+void pin(const c10::Storage& s, int by) { std::lock_guard<std::mutex> lock(pins_mutex); pins[s.data()] += by; }
+
+// Does anybody hold it who knows its address?
+static bool is_pinned(const c10::Storage& ours) {
+  std::lock_guard<std::mutex> lock(pins_mutex);
+  if (ours.use_count() == 1) pins.erase(ours.data());
+  return pins.count(ours.data()) && pins[ours.data()] > 0;
+}
+
 constexpr int kMisses = 4;  // captures in vain, before a stretch is left alone
 
 bool Runner::serve(Program::Graph& g, bool warm) {
   if (!capturer || g.misses >= kMisses || (g.exec && g.stream != stream)) return false;
   if (g.exec && ready(g)) return replay(g), true;
-  rebind(g);
-  if (!warm) return false;
+  if (rebind(g); !warm) return false;
   try {
-    TORCH_CHECK(++g.misses < kMisses, "memory that it reads moves, or numbers of its ATen calls change, at every step");
+    TORCH_CHECK(++g.misses < kMisses, "memory that it reads moves, others keep what it makes, or numbers of its ATen calls change");
     capture(g);
   } catch (const std::exception& e) {
     const std::string why = e.what();
@@ -31,7 +41,7 @@ bool Runner::serve(Program::Graph& g, bool warm) {
 bool Runner::ready(const Program::Graph& g) const {
   for (size_t i = 0; i < g.reads.size(); i++) if (!g.copies[i] && slots[g.reads[i]].data() != g.bound[i]) return false;
   for (size_t i = 0; i < g.numbers.size(); i++) if (trace.scalars[g.numbers[i]] != g.given[i]) return false;
-  return true;
+  return std::none_of(g.made.begin(), g.made.end(), &is_pinned);
 }
 
 // Notes what the stretch reads. Memory that lies elsewhere than last time is copied from now on, where that is possible.
@@ -79,8 +89,7 @@ void Runner::replay(Program::Graph& g) {
     auto theirs = physical_bytes(ours.nbytes(), device);
     bytes_of(theirs).copy_(bytes_of(ours), true);
     auto *a = ours.unsafeGetStorageImpl(), *b = theirs.unsafeGetStorageImpl();
-    auto bytes = a->set_data_ptr(b->set_data_ptr(c10::DataPtr()));
-    b->set_data_ptr_noswap(std::move(bytes));
+    b->set_data_ptr_noswap(a->set_data_ptr(b->set_data_ptr(c10::DataPtr())));
     ours = theirs;
   }
   for (auto& k : g.kernels) {

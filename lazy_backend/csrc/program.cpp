@@ -18,7 +18,7 @@ void Program::run(Trace& trace, DeviceIndex device, int32_t& failed) {
     [[maybe_unused]] static thread_local const bool asked = cuda.queryStream(current);
     return current.native_handle();
   };
-  Runner runner{trace, *this, device, launches ? stream() : nullptr, std::vector<c10::Storage>(slots)};
+  Runner runner{trace, *this, device, physical_type() == c10::kCUDA ? stream() : nullptr, std::vector<c10::Storage>(slots)};
   for (auto [buffer, slot] : inputs) {
     auto& b = trace.buffers[buffer];
     if (!b->physical) b->physical = physical_bytes(b->nbytes, device);  // read before anything wrote it: torch.empty

@@ -323,8 +323,7 @@ const char* Recorder::append(const OpInfo& op, const IValue* args, c10::ArrayRef
   bool lent = false;
   each_tensor(op, args, [&](size_t, const at::Tensor& t) {
     if (!is_lazy(t)) return;
-    buffer_of(t)->check();
-    lent |= buffer_of(t)->is_lent();
+    buffer_of(t)->check(), lent |= buffer_of(t)->is_lent();
   });
   Trace& t = *trace_;
   Instr instr{.op = &op, .args = static_cast<int32_t>(t.args.size()), .n_outs = static_cast<int32_t>(outs.size()), .site = site,
@@ -392,10 +391,8 @@ void Recorder::run_now(const OpInfo& op, Stack* stack, const char* kind, const s
   bool lend = op.random;
   for (const auto& v : args) {
     if (v.isDevice() && v.toDevice().type() == kLazy) physical.emplace_back(physical_device(index));
-    else if (v.isGenerator()) {
-      physical.emplace_back(generator_buffer(v.toGenerator())->generator);
-      lend = false;
-    } else physical.push_back(map_tensors(v, [&](const at::Tensor& t) {
+    else if (v.isGenerator()) physical.emplace_back(generator_buffer(v.toGenerator())->generator), lend = false;
+    else physical.push_back(map_tensors(v, [&](const at::Tensor& t) {
       if (!is_lazy(t)) return t;
       for (const auto& [lazy, twin] : std::vector(pairs))  // one argument given twice stays one tensor
         if (lazy.is_same(t)) return pairs.emplace_back(t, twin).second;
@@ -427,18 +424,13 @@ void Recorder::run_now(const OpInfo& op, Stack* stack, const char* kind, const s
   }
 }
 
-at::Tensor Recorder::lend(const at::Tensor& t, bool for_ever) {
+at::Tensor Recorder::lend(const at::Tensor& t, int how) {
   auto* b = buffer_of(t);
   if (is_used(b)) barrier("lent", "its memory is shown to another library");
   auto physical = materialise(t, "lent", "");
   std::lock_guard<std::mutex> lock(mutex);
-  const bool shared = physical_type() == c10::kCUDA && for_ever && !b->lent && physical.storage().use_count() > 2;
-  if (shared) {  // a CUDA graph writes there again
-    PlainDispatch plain(index);
-    b->physical = bytes_of(b->physical).clone().storage();
-    physical = alias_storage(b->physical, t);
-  }
-  b->lent |= for_ever ? 2 : 1;
+  if (how && physical.storage().use_count() > 2) pin(physical.storage(), 1);  // a CUDA graph holds it, too
+  b->lent |= how;
   return physical;
 }
 

@@ -45,7 +45,24 @@ class Flight:
     work: Any
     land: Callable[[], None] | None = None
     group: Group | None = None
-    held: tuple[Tensors, Tensors] = ((), ())  # memory that must not be used for anything else yet
+    held: tuple[Tensors, Tensors] = ((), ())  # memory that nobody else may use yet, a CUDA graph that made it neither
+
+    def let_go(self) -> None:
+        pin(self.held, -1)
+        self.held = (), ()
+
+    def forgotten(self) -> bool:
+        """Let go of what has arrived, if nothing is left to do then."""
+        arrived = bool(not self.land and self.work and self.work.is_completed())
+        if arrived:
+            self.let_go()
+        return arrived
+
+
+def pin(held: tuple[Tensors, Tensors], by: int) -> None:
+    if core.physical_is_cuda():
+        for tensor in (*held[0], *held[1]):
+            core.get().pin(tensor, by)
 
 
 groups: dict[str, Group] = {}
@@ -176,6 +193,7 @@ def start(begin: Callable[..., Any], outs: list[Tensor], ins: list[Tensor], numb
         begun = begin(home.inner, outs, ins, numbers, reduce)
         flight = begun if isinstance(begun, Flight) else Flight(begun)
         flight.group, flight.held = home, (outs, ins)
+        pin(flight.held, 1)
         forget_arrived()
         _flights.setdefault(key(outs, ins), []).append(flight)
         return flight
@@ -194,13 +212,9 @@ def forget_arrived() -> None:
     if len(_flights) < MOST_FLIGHTS:
         return
     for where, flights in list(_flights.items()):
-        flights[:] = [flight for flight in flights if flight.land or not flight.work or not flight.work.is_completed()]
+        flights[:] = [flight for flight in flights if not flight.forgotten()]
         if not flights:
             del _flights[where]
-
-
-def launch(outs: list[Tensor], ins: list[Tensor], group: str) -> None:
-    launch_queue(groups[group])
 
 
 def launch_queue(home: Group) -> None:
@@ -235,6 +249,8 @@ def wait(outs: list[Tensor], ins: list[Tensor]) -> None:
         if flight.group is not None:
             flight.group.agreement.raise_if_broken()  # says more
         raise
+    finally:
+        flight.let_go()
     if flight.land is not None:
         flight.land()
 
@@ -261,7 +277,7 @@ def record_wait(outs: Tensors, ins: Tensors) -> None:
 def has_arrived(outs: Tensors, ins: Tensors) -> bool:
     """Of a collective that has been started: need nobody wait for it?"""
     native = core.get()
-    physical = [[native.lend(tensor, False) for tensor in some] for some in (outs, ins)]
+    physical = [[native.lend(tensor, 0) for tensor in some] for some in (outs, ins)]
     return all(flight.work.is_completed() for flight in _flights.get(key(*physical), []))
 
 
@@ -273,7 +289,7 @@ for _begin in STARTS:
 _library.define("launch(Tensor[] outs, Tensor[] ins, str group) -> ()")
 _library.define("wait(Tensor(a!)[] outs, Tensor[] ins) -> ()")
 for _key in ("CPU", "CUDA"):
-    _library.impl("launch", launch, _key)
+    _library.impl("launch", lambda outs, ins, group: launch_queue(groups[group]), _key)
     _library.impl("wait", wait, _key)
 for _name in ("launch", "wait", *(begin.__name__ for begin in STARTS)):
     _library.impl(_name, lambda *args: None, "Meta")

@@ -1,0 +1,167 @@
+"""What a CUDA graph's replay may write over, with a driver made for the test whose graphs run on the CPU. Needs no GPU.
+
+A capture runs the steps once. A replay, `cuGraphLaunch`, calls back into the test, which computes the same into the same memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Callable
+
+import pytest
+import torch
+
+import lazy_backend
+from ir_nodes import settings
+from lazy_backend import core, flush
+from tests.children import ROOT
+from tests.test_lazy_backend_driver import build
+
+FAKE = r"""
+#include <stdint.h>
+static void (*replay)(void*, void*);
+static uintptr_t made = 0x100;
+void on_replay(void (*f)(void*, void*)) { replay = f; }
+int cuGetErrorString(int code, const char** text) { *text = "an error"; return 0; }
+int cuGraphInstantiateWithFlags(void** exec, void* graph, uint64_t flags) { *exec = (void*)++made; return 0; }
+int cuGraphExecDestroy(void* exec) { return 0; }
+int cuGraphLaunch(void* exec, void* stream) { replay(exec, stream); return 0; }
+"""
+SIZE = 64
+
+
+def formula(x: torch.Tensor) -> torch.Tensor:
+    return (((x * 2) + 1).sin() * 3).cos()
+
+
+def memory(tensor: torch.Tensor) -> int:
+    """Where the tensor's bytes lie now."""
+    return int(core.get().lend(tensor, 0).data_ptr())
+
+
+def at(address: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_float * SIZE).from_address(address), dtype=torch.float32)
+
+
+class Driver:
+    """Counts captures and replays; computes a replay where ``made`` says that the graph's result lies."""
+
+    def __init__(self) -> None:
+        self.captures = self.replays = self.made = 0
+        self.x = torch.linspace(-1, 1, SIZE).to("lazysched")
+        lazy_backend.mark_step()
+        self._callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(self._replay)
+        ctypes.CDLL("libcuda.so.1").on_replay(self._callback)
+        core.get().set_capturer(self._capture)
+        flush.replays = lambda: True
+
+    def _capture(self, device: int, body: Callable[[int], None]) -> tuple[int, object]:
+        self.captures, self.made = self.captures + 1, 0
+        body(0x55)
+        return 0x20, object()
+
+    def _replay(self, exec: Any, stream: Any) -> None:
+        self.replays += 1
+        if self.made:  # else the capture has just computed it
+            at(self.made).copy_(formula(at(memory(self.x))))
+
+    def step(self) -> torch.Tensor:
+        """The formula of ``x``, which changes at every step."""
+        self.x.add_(0.25)
+        lazy_backend.mark_step()
+        y = formula(self.x)
+        lazy_backend.mark_step()
+        if self.captures and not self.made:
+            self.made = memory(y)
+        torch.testing.assert_close(y.cpu(), formula(self.x.cpu()))
+        return y
+
+    def warm(self) -> torch.Tensor:
+        """Until steps replay."""
+        for _ in range(5):
+            y = self.step()
+        assert (self.captures, memory(y)) == (1, self.made) and self.replays >= 2
+        return y
+
+
+def held_results() -> None:
+    driver = Driver()
+    driver.warm()
+    held = [(driver.step(), driver.x.cpu()) for _ in range(5)]
+    assert driver.captures == 1
+    for y, x in held:
+        torch.testing.assert_close(y.cpu(), formula(x))
+
+
+def lent_results() -> None:
+    driver = Driver()
+    y = driver.warm()
+    seen, copy = torch.from_dlpack(y), y.cpu()
+    del y
+    driver.step()
+    assert driver.captures == 2 and torch.equal(seen, copy), "the graph has memory of its own"
+    del seen
+    for _ in range(3):
+        driver.step()
+    assert driver.captures == 2
+
+
+def addresses() -> None:
+    """Those who keep an address hold the lazy tensor."""
+    driver = Driver()
+    y = driver.warm()
+    address, copy = core.get().lend(y, 2).data_ptr(), y.cpu()
+    driver.step()
+    driver.step()
+    assert memory(y) == address and torch.equal(at(address), copy) and driver.captures == 2
+
+
+def collectives() -> None:
+    """A collective in flight fills memory by its address while the program goes on."""
+    driver = Driver()
+    y = driver.warm()
+    flying = core.get().lend(y, 0)
+    core.get().pin(flying, 1)
+    driver.step()
+    flying.fill_(7.0)  # it arrives
+    core.get().pin(flying, -1)
+    assert y.cpu().eq(7).all() and driver.captures == 2
+    del flying
+    z = driver.step()
+    driver.step()
+    assert driver.captures == 2
+    core.get().pin(core.get().lend(z, 0), 1)
+    core.get().pin(core.get().lend(z, 0), -1)  # it has arrived before the next step
+    driver.step()
+    assert driver.captures == 2
+
+
+def every_result_lent() -> None:
+    driver = Driver()
+    driver.warm()
+    seen = []
+    for _ in range(8):
+        y = driver.step()
+        seen.append((torch.from_dlpack(y), y.cpu()))
+        del y
+    assert all(torch.equal(*pair) for pair in seen)
+    assert driver.captures == 3, "then the stretch is left alone"
+    assert any("others keep what it makes" in name for name in torch._lazy.metrics.counter_names())
+
+
+SCENES = (held_results, lent_results, addresses, collectives, every_result_lent)
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+def test_memory_that_others_see_is_not_written_over(scene: Callable[[], None], tmp_path: Path) -> None:
+    (tmp_path / "fake.c").write_text(FAKE)
+    build(tmp_path / "fake.c", tmp_path / "libcuda.so.1")
+    program = f"from tests.test_lazy_backend_replays import {scene.__name__} as scene; scene()"
+    environment = settings.child_environment(engine="aten", device="cpu") | {
+        "LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}  # fmt: skip
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
