@@ -42,7 +42,7 @@ class Program(Protocol):
     def alloc(self, slot: int, nbytes: int) -> None: ...
     def free(self, slot: int) -> None: ...
     def mark(self, depth: int, name: str) -> None: ...
-    def graph(self, first: int, last: int, uses: tuple[tuple[int, ...], ...]) -> None: ...
+    def graph(self, first: int, last: int, uses: tuple[tuple[int, ...], ...], sizes: list[int]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,8 @@ def assemble(
     program.slots, program.nodes, program.dead = plan.slots, len(steps), dead
     if graphs:
         for part in stretches(steps, spans, plan, graph):
-            program.graph(part.first, part.last, (part.reads, part.makes, part.frees, part.numbers, part.movable))
+            program.graph(part.first, part.last, (part.reads, part.makes, part.frees, part.numbers, part.movable),
+                          [plan.sizes[slot] for slot in part.makes])
 
 
 def mark(program: Program, before: tuple[str, ...], now: tuple[str, ...]) -> int:

@@ -2,25 +2,38 @@
 
 PyTorch's own `torch.cuda.CUDAGraph` holds the capture: it gives the allocator a pool for what is taken meanwhile. Graphs that
 are captured for one stream share a pool, so that the intermediate results of one lie where those of another did: they never run
-at the same time. Results stay with the program, which keeps other graphs out of their memory.
+at the same time. So nothing in it outlives a replay; a stretch's results lie elsewhere (csrc/graph.cpp).
 """
 
 from __future__ import annotations
 
 import contextlib
+import warnings
+import weakref
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Callable
+from typing import Any, Callable
 
 import torch
 
 from lazy_backend import core
 
-# By device and by the stream that the graphs will run on: graphs that are captured on one stream share cuBLAS's workspace there.
-# The default stream can't be captured.
-_streams: dict[tuple[int, int], torch.cuda.Stream] = {}
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """Memory of the graphs that run on one stream, as long as there are any. ``keeper``: a graph of nothing, because PyTorch
+    takes no graph into a pool that all others have left."""
+
+    handle: Any
+    keeper: torch.cuda.CUDAGraph
 
 
-def capture(device: int, body: Callable[[int], None]) -> tuple[int, torch.cuda.CUDAGraph]:
+# By device and by the stream that graphs will run on. Graphs that are captured on one stream share cuBLAS's workspace there, too.
+_streams: dict[tuple[int, int], torch.cuda.Stream] = {}  # the default stream can't be captured
+_pools: weakref.WeakValueDictionary[tuple[int, int], Pool] = weakref.WeakValueDictionary()
+
+
+def capture(device: int, body: Callable[[int], None]) -> tuple[int, object]:
     """The handle (a CUgraph) of what ``body(stream)`` launches, and the object that keeps it and its memory.
 
     Raises RuntimeError where something can't be captured, such as an op that waits for the GPU.
@@ -32,15 +45,45 @@ def capture(device: int, body: Callable[[int], None]) -> tuple[int, torch.cuda.C
         stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.stream(stream):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            pool = pool_of(key)
+            graph.capture_begin(pool.handle, capture_error_mode="thread_local")
             try:
                 body(stream.cuda_stream)
+                graph.capture_end()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # the first error is the one to show
-                    graph.capture_end()
+                abandon(graph, device, pool.handle)
                 raise
-            graph.capture_end()
-    return graph.raw_cuda_graph(), graph
+    return graph.raw_cuda_graph(), (graph, pool)
+
+
+def pool_of(key: tuple[int, int]) -> Pool:
+    pool = _pools.get(key)
+    if pool is None:
+        handle = torch.cuda.graph_pool_handle()
+        pool = _pools.setdefault(key, Pool(handle, nothing(handle)))
+    return pool
+
+
+def nothing(pool: Any = None) -> torch.cuda.CUDAGraph:
+    """A graph of nothing."""
+    graph = torch.cuda.CUDAGraph()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is empty
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        graph.capture_end()
+    return graph
+
+
+def abandon(graph: torch.cuda.CUDAGraph, device: int, pool: Any) -> None:
+    """Take back what a capture has begun that failed. PyTorch up to 2.11 leaves its allocator as if it still captured, so that
+    memory which several streams use is never free again, and its generator, which then refuses to draw."""
+    with contextlib.suppress(RuntimeError):  # the first error is the one to show
+        graph.capture_end()
+    with contextlib.suppress(RuntimeError):  # raised where PyTorch has done so, and gives the pool back by itself
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+    with contextlib.suppress(RuntimeError):
+        nothing()  # the end of a capture is what resets the generator
 
 
 def install(native: ModuleType) -> None:

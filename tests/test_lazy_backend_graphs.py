@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import lazy_backend
+from tests import children
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 
@@ -110,3 +111,90 @@ def test_graphs_of_one_stream_share_their_memory() -> None:
     before = torch.cuda.memory_reserved()
     kept += [graphs.capture(0, body) for _ in range(3)]
     assert torch.cuda.memory_reserved() == before
+
+
+def products(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """ATen calls alone, so that a program has nothing but a graph to launch."""
+    for _ in range(6):
+        x = x @ w
+    return x
+
+
+def test_a_program_without_kernels_runs_on_the_current_stream() -> None:
+    w, eager = torch.eye(64) * 1.25, torch.ones(64, 64)
+    ours, x = w.to("lazysched"), eager.to("lazysched")
+    stream = torch.lazysched.Stream()
+    stream.wait_stream(torch.lazysched.current_stream())
+    before = replays()
+    with torch.no_grad(), torch.lazysched.stream(stream):
+        for _ in range(8):
+            torch.cuda._sleep(20_000_000)  # what runs on another stream would not wait for it
+            x.mul_(0.5)
+            lazy_backend.mark_step()
+            y = products(x, ours)
+            lazy_backend.mark_step()
+            eager = eager * 0.5
+            torch.testing.assert_close(y.cpu(), products(eager, w), rtol=1e-3, atol=1e-6)
+    assert replays() - before >= 4
+
+
+def test_a_capture_that_fails_leaves_the_allocator_and_the_generator_as_they_were() -> None:
+    """The histogram asks for the smallest and the largest element, which a capture cannot."""
+    w = torch.randn(32, 32, device="lazysched")
+    refused = sum(name.startswith("CudaGraphRefused") for name in torch._lazy.metrics.counter_names())
+    held: list[int] = []
+    for _ in range(60):
+        x = torch.randn(256, 32).to("lazysched")  # copied on a stream of its own: memory of two streams
+        counts = torch.histc((x @ w).relu() @ w, 8)
+        scaled = (counts.sin() @ torch.ones(8, 4, device="lazysched")).exp()
+        lazy_backend.mark_step()
+        drawn = torch.bernoulli(torch.full((64,), 0.5, device="lazysched"))
+        assert set(drawn.tolist()) <= {0.0, 1.0} and torch.isfinite(scaled).all().item()
+        held.append(torch.cuda.memory_stats()["active_bytes.all.current"])
+    assert sum(name.startswith("CudaGraphRefused") for name in torch._lazy.metrics.counter_names()) > refused
+    assert held[-1] <= held[20] + (1 << 16)
+    assert torch.rand(4, device="cuda").shape == (4,), "the generator of CUDA itself draws, too"
+
+
+@pytest.mark.parametrize("set_to", [True, False])
+def test_replays_follow_the_switch_for_tf32(set_to: bool) -> None:
+    """A graph holds the kernels that cuBLAS chose when it was captured."""
+    x = torch.randn(256, 256)
+    ours, theirs = x.to("lazysched"), x.cuda()
+    before = torch.backends.cuda.matmul.allow_tf32
+    try:
+        for on in (set_to, not set_to, set_to):
+            torch.backends.cuda.matmul.allow_tf32 = on
+            for _ in range(5):
+                y = products(ours, ours / 16)
+                lazy_backend.mark_step()
+            eager = products(theirs, theirs / 16).cpu()
+            assert (y.cpu() - eager).norm() < 1e-5 * eager.norm(), "TF32 is a hundred times as far off"
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0])
+def test_dropout_of_nothing_or_all_does_not_move_the_generator(p: float) -> None:
+    x = torch.ones(64, device="lazysched")
+    torch.lazysched.manual_seed(3)
+    torch.nn.functional.dropout(x, p)
+    got = torch.rand(8, device="lazysched").cpu()
+    torch.cuda.manual_seed(3)
+    torch.nn.functional.dropout(torch.ones(64, device="cuda"), p)
+    assert torch.equal(got, torch.rand(8, device="cuda").cpu())
+
+
+OUTSIDE = """
+import torch, torch.nn.functional as F
+table, ids = torch.ones(8, 4, device="lazysched"), torch.tensor([0, {index}]).to("lazysched")
+print("sum", (F.embedding(ids, table) + 1).sum().item())
+"""
+
+
+def test_an_index_out_of_range_is_a_device_side_assertion() -> None:
+    fine, wrong = (children.run("import lazy_backend\n" + OUTSIDE.format(index=index)) for index in (7, 8))
+    assert fine.returncode == 0 and "sum 16.0" in fine.stdout, fine.stderr
+    assert wrong.returncode != 0 and "an index is out of range" in wrong.stderr + wrong.stdout, wrong.stderr
+    read = children.run("import lazy_backend\n" + OUTSIDE.format(index=8), check_indices=False)
+    assert read.returncode == 0 and "sum 12.0" in read.stdout, read.stderr

@@ -33,8 +33,13 @@ int cuGraphLaunch(void* exec, void* stream) { replay(exec, stream); return 0; }
 SIZE = 64
 
 
-def formula(x: torch.Tensor) -> torch.Tensor:
+def waves(x: torch.Tensor) -> torch.Tensor:
     return (((x * 2) + 1).sin() * 3).cos()
+
+
+def norm(x: torch.Tensor) -> torch.Tensor:
+    """ATen allocates its result."""
+    return torch.nn.functional.layer_norm((x.sin() * 2 + 1).cos(), (SIZE,))
 
 
 def memory(tensor: torch.Tensor) -> int:
@@ -49,8 +54,9 @@ def at(address: int) -> torch.Tensor:
 class Driver:
     """Counts captures and replays; computes a replay where ``made`` says that the graph's result lies."""
 
-    def __init__(self) -> None:
+    def __init__(self, formula: Callable[[torch.Tensor], torch.Tensor] = waves) -> None:
         self.captures = self.replays = self.made = 0
+        self.formula = formula
         self.x = torch.linspace(-1, 1, SIZE).to("lazysched")
         lazy_backend.mark_step()
         self._callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(self._replay)
@@ -66,17 +72,17 @@ class Driver:
     def _replay(self, exec: Any, stream: Any) -> None:
         self.replays += 1
         if self.made:  # else the capture has just computed it
-            at(self.made).copy_(formula(at(memory(self.x))))
+            at(self.made).copy_(self.formula(at(memory(self.x))))
 
     def step(self) -> torch.Tensor:
         """The formula of ``x``, which changes at every step."""
         self.x.add_(0.25)
         lazy_backend.mark_step()
-        y = formula(self.x)
+        y = self.formula(self.x)
         lazy_backend.mark_step()
         if self.captures and not self.made:
             self.made = memory(y)
-        torch.testing.assert_close(y.cpu(), formula(self.x.cpu()))
+        torch.testing.assert_close(y.cpu(), self.formula(self.x.cpu()))
         return y
 
     def warm(self) -> torch.Tensor:
@@ -93,7 +99,16 @@ def held_results() -> None:
     held = [(driver.step(), driver.x.cpu()) for _ in range(5)]
     assert driver.captures == 1
     for y, x in held:
-        torch.testing.assert_close(y.cpu(), formula(x))
+        torch.testing.assert_close(y.cpu(), waves(x))
+
+
+def results_of_aten() -> None:
+    driver = Driver(norm)
+    driver.warm()
+    held = [(driver.step(), driver.x.cpu()) for _ in range(3)]
+    for y, x in held:
+        torch.testing.assert_close(y.cpu(), norm(x))
+    assert driver.captures == 1
 
 
 def lent_results() -> None:
@@ -152,7 +167,7 @@ def every_result_lent() -> None:
     assert any("others keep what it makes" in name for name in torch._lazy.metrics.counter_names())
 
 
-SCENES = (held_results, lent_results, addresses, collectives, every_result_lent)
+SCENES = (held_results, results_of_aten, lent_results, addresses, collectives, every_result_lent)
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)

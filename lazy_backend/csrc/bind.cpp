@@ -200,9 +200,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readwrite("slots", &Program::slots).def_readwrite("inputs", &Program::inputs)
       .def_readwrite("outputs", &Program::outputs).def_readwrite("rest", &Program::rest).def_readwrite("kept", &Program::kept)
       .def("call", &add_call)
-      .def("graph", [](Program& p, size_t first, size_t last, std::array<std::vector<int32_t>, 5> uses) {
+      .def("graph", [](Program& p, size_t first, size_t last, std::array<std::vector<int32_t>, 5> uses, std::vector<size_t> sizes) {
         auto& [reads, makes, frees, numbers, movable] = uses;
-        p.graphs.push_back({first, last, reads, makes, frees, numbers, movable});
+        p.graphs.push_back({first, last, reads, makes, frees, numbers, movable, sizes});
       })
       .def("launch", &add_launch)
       .def("python", [](Program& p, decltype(Program::Python::run) run, int32_t instr, std::vector<int32_t> slots) {

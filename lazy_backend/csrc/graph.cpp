@@ -62,14 +62,20 @@ void Runner::capture(Program::Graph& g) {
   g.stream = stream;
   g.exec.reset(), g.owner.reset(), g.made.clear(), g.kernels.clear();
   for (size_t i = 0; i < g.reads.size(); i++) if (g.copies[i]) slots[g.reads[i]] = g.copies[i];
+  // Results lie outside of the pool that graphs share: others are replayed before these have been read.
+  for (size_t i = 0; i < g.makes.size(); i++) slots[g.makes[i]] = g.made.emplace_back(physical_bytes(g.sizes[i], device));
   void *graph = nullptr, *exec = nullptr;
   std::tie(graph, g.owner) = (*capturer)(device, [&](void* other) {
     stream = other, captured = &g;
     for (step = g.first; step < g.last; step++) run_step();
+    for (size_t i = 0; i < g.made.size(); i++) {  // what ATen has allocated
+      const auto& s = slots[g.makes[i]];
+      if (s.device_type() != physical_type()) g.made[i] = s;  // a random seed without a use
+      else if (s.data() != g.made[i].data()) bytes_of(g.made[i]).copy_(bytes_of(s).narrow(0, 0, g.sizes[i]), true);
+    }
   });
   check_driver(lazysched_make_graph(&exec, graph), "making a CUDA graph");
   g.exec = std::shared_ptr<void>(exec, &lazysched_drop_graph);
-  for (int32_t slot : g.makes) g.made.push_back(slots[slot]);
 }
 
 void Runner::note_kernel(const Program::Launch& l) {
@@ -85,7 +91,8 @@ void Runner::replay(Program::Graph& g) {
   for (size_t i = 0; i < g.reads.size(); i++)
     if (g.copies[i]) bytes_of(g.copies[i]).copy_(bytes_of(slots[g.reads[i]]), /*non_blocking=*/true);
   for (auto& ours : g.made) {
-    if (ours.use_count() == 1) continue;  // else somebody still has the last run's result: it gets memory of its own
+    // Else somebody still has the last run's result: it gets memory of its own.
+    if (ours.use_count() == 1 || ours.device_type() != physical_type()) continue;
     auto theirs = physical_bytes(ours.nbytes(), device);
     bytes_of(theirs).copy_(bytes_of(ours), true);
     auto *a = ours.unsafeGetStorageImpl(), *b = theirs.unsafeGetStorageImpl();

@@ -36,6 +36,7 @@ struct Program {
     size_t first, last;
     std::vector<int32_t> reads, makes, frees, numbers;  // slots from outside, filled, emptied; the numbers that its calls take
     std::vector<int32_t> movable;                       // for each of `reads`: it may be copied to where the graph reads it
+    std::vector<size_t> sizes;                          // bytes of each of `makes`
     std::shared_ptr<void> exec, owner;                  // `owner` keeps its memory
     void* stream = nullptr;
     std::vector<const void*> bound;      // where the bytes of what it reads lay

@@ -167,7 +167,7 @@ struct Runner {
     if (captured) note_kernel(l);
   }
 
-  void run(const Program::Alloc& a, int32_t) { slots[a.slot] = physical_bytes(a.nbytes, device); }
+  void run(const Program::Alloc& a, int32_t) { if (!captured || !slots[a.slot]) slots[a.slot] = physical_bytes(a.nbytes, device); }
   void run(const Program::Free& f, int32_t) { slots[f.slot] = c10::Storage(); }
   void run(const Program::Mark& mark, int32_t) {
     while (ranges.size() > mark.depth) ranges.pop_back();

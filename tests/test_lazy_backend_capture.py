@@ -1,0 +1,116 @@
+"""What a capture that fails leaves behind is taken back, with stand-ins for PyTorch's CUDA. Needs no GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any, Iterator
+
+import pytest
+import torch
+
+from lazy_backend import graphs
+
+
+class Graph:
+    """Stands for a CUDA graph. A pool that graphs have left is dead, but for PyTorch it is still there."""
+
+    def __init__(self, stands: Stands) -> None:
+        self.stands, self.pool = stands, None
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        assert capture_error_mode == "thread_local" and self.stands.used.get(pool, 1) > 0
+        self.stands.used[pool] = self.stands.used.get(pool, 0) + 1
+        self.pool = pool
+        self.stands.calls.append(("begin", pool))
+
+    def capture_end(self) -> None:
+        self.stands.calls.append(("end", self.pool))
+        if self.pool is not None and "failed" in self.stands.calls:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def raw_cuda_graph(self) -> int:
+        return 0x20
+
+    def __del__(self) -> None:
+        if self.pool is not None and "failed" not in self.stands.calls:
+            self.stands.used[self.pool] -= 1
+
+
+class Stands:
+    """Stands for torch.cuda: notes calls, and raises where PyTorch would."""
+
+    def __init__(self, ends_itself: bool) -> None:
+        self.calls: list[Any] = []
+        self.ends_itself = ends_itself
+        self.current = SimpleNamespace(stream_id=0, cuda_stream=0)
+        self.made = self.pools = 0
+        self.used: dict[Any, int] = {}
+
+    def pool(self) -> tuple[int, int]:
+        self.pools += 1
+        return (0, self.pools)
+
+    def stream(self, device: int) -> Any:
+        self.made += 1
+        return SimpleNamespace(stream_id=self.made, cuda_stream=0x100 + self.made, wait_stream=lambda other: None)
+
+    @contextlib.contextmanager
+    def inside(self, _: Any) -> Iterator[None]:
+        yield
+
+    def graph(self, keep_graph: bool = False) -> Graph:
+        return Graph(self)
+
+    def end_pool(self, device: int, pool: Any) -> None:
+        if self.ends_itself:
+            raise RuntimeError("not currently recording to mempool_id")
+        self.calls.append(("end pool", pool))
+
+    def release_pool(self, device: int, pool: Any) -> None:
+        self.calls.append(("release pool", pool))
+
+
+@pytest.fixture(params=[False, True], ids=["PyTorch 2.11", "newer"])
+def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Stands:
+    stands = Stands(request.param)
+    for name, value in {"device": stands.inside, "stream": stands.inside, "current_stream": lambda: stands.current,
+                        "Stream": stands.stream, "CUDAGraph": stands.graph,
+                        "graph_pool_handle": stands.pool}.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", stands.end_pool)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", stands.release_pool)
+    monkeypatch.setattr(graphs, "_streams", {})
+    graphs._pools.clear()
+    return stands
+
+
+def test_graphs_of_one_stream_share_a_pool_and_others_do_not(cuda: Stands) -> None:
+    seen: list[int] = []
+    kept = [graphs.capture(0, seen.append) for _ in range(3)]
+    assert kept[0][0] == 0x20 and cuda.used == {(0, 1): 4} and len(set(seen)) == 1
+    cuda.current = SimpleNamespace(stream_id=5, cuda_stream=5)
+    kept.append(graphs.capture(0, seen.append))
+    assert seen[3] != seen[0] and cuda.used == {(0, 1): 4, (0, 2): 2}, "graphs that run side by side share no memory"
+
+
+def test_a_pool_ends_with_its_last_graph(cuda: Stands) -> None:
+    kept = [graphs.capture(0, lambda stream: None)]
+    kept = [graphs.capture(0, lambda stream: kept.clear())]
+    assert cuda.used == {(0, 1): 2}, "the new graph had begun"
+    kept.clear()
+    assert cuda.used == {(0, 1): 0}
+    kept.append(graphs.capture(0, lambda stream: None))
+    assert cuda.used == {(0, 1): 0, (0, 2): 2}
+
+
+def test_a_capture_that_fails_is_undone(cuda: Stands) -> None:
+    def body(stream: int) -> None:
+        cuda.calls.append("failed")
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        graphs.capture(0, body)
+    pool = [] if cuda.ends_itself else [("end pool", (0, 1)), ("release pool", (0, 1))]
+    nothing = [("begin", None), ("end", None)]
+    assert cuda.calls == [("begin", (0, 1)), ("end", (0, 1)), ("begin", (0, 1)), "failed", ("end", (0, 1)), *pool, *nothing]
