@@ -9,8 +9,8 @@
 namespace lazysched {
 
 static std::mutex pins_mutex;
-static std::unordered_map<const void*, int> pins;
-void pin(const c10::Storage& s, int by) { std::lock_guard<std::mutex> lock(pins_mutex); pins[s.data()] += by; }
+static std::unordered_map<const void*, int> pins;  // by address; what is allocated anew is nobody's yet
+void pin(const c10::Storage& s, int by) { std::lock_guard lock(pins_mutex); auto& n = pins[s.data()]; n = by ? n + by : 0; }
 
 // Does anybody hold it who knows its address?
 static bool is_pinned(const c10::Storage& ours) {
@@ -63,7 +63,7 @@ void Runner::capture(Program::Graph& g) {
   g.exec.reset(), g.owner.reset(), g.made.clear(), g.kernels.clear();
   for (size_t i = 0; i < g.reads.size(); i++) if (g.copies[i]) slots[g.reads[i]] = g.copies[i];
   // Results lie outside of the pool that graphs share: others are replayed before these have been read.
-  for (size_t i = 0; i < g.makes.size(); i++) slots[g.makes[i]] = g.made.emplace_back(physical_bytes(g.sizes[i], device));
+  for (size_t i = 0; i < g.makes.size(); i++) pin(slots[g.makes[i]] = g.made.emplace_back(physical_bytes(g.sizes[i], device)), 0);
   void *graph = nullptr, *exec = nullptr;
   std::tie(graph, g.owner) = (*capturer)(device, [&](void* other) {
     stream = other, captured = &g;
