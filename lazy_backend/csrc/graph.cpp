@@ -63,7 +63,8 @@ void Runner::capture(Program::Graph& g) {
   g.exec.reset(), g.owner.reset(), g.made.clear(), g.kernels.clear();
   for (size_t i = 0; i < g.reads.size(); i++) if (g.copies[i]) slots[g.reads[i]] = g.copies[i];
   // Results lie outside of the pool that graphs share: others are replayed before these have been read.
-  for (size_t i = 0; i < g.makes.size(); i++) pin(slots[g.makes[i]] = g.made.emplace_back(physical_bytes(g.sizes[i], device)), 0);
+  for (size_t i = 0; i < g.makes.size(); i++)
+    pin(slots[g.makes[i]] = g.made.emplace_back(physical_bytes(g.sizes[i], device)), 0);
   void *graph = nullptr, *exec = nullptr;
   std::tie(graph, g.owner) = (*capturer)(device, [&](void* other) {
     stream = other, captured = &g;
