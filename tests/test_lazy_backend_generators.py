@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 from typing import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import lazy_backend
+from lazy_backend import core, kernels
+from tests.children import call
 from tests.device import DEVICE, ON_GPU
 
 needs_cpu = pytest.mark.skipif(ON_GPU, reason="a GPU's random numbers are not the CPU's")
@@ -146,3 +150,19 @@ def test_checkpointing_a_sequence_under_autocast() -> None:
         out.float().sum().backward()
         results.append((out.dtype, out.tolist(), x.grad.tolist(), model[0][0].weight.grad.tolist()))
     assert results[0] == results[1] and results[0][0] is torch.bfloat16
+
+
+def dropout_as_on_cuda() -> None:
+    """Runs in a process of its own. CUDA's dropout is PyTorch's own form, which draws only where something may be dropped."""
+    kernels.core = SimpleNamespace(physical_is_cuda=lambda: True, get=core.get)  # type: ignore[assignment]
+    x = torch.ones(8, 8, device=DEVICE)
+    lazy_backend.mark_step()
+    for form in (F.dropout, F.alpha_dropout, F.dropout1d):
+        for p, training, draws in ((0.0, True, 0), (1.0, True, 0), (0.5, False, 0), (0.5, True, 1)):
+            graph = lazy_backend.debug.graph([form(x, p, training)])
+            assert sum(bool(node.effects) for node in graph.nodes) == draws, (form, p, training)
+            lazy_backend.mark_step()
+
+
+def test_dropout_of_nothing_or_all_draws_nothing_on_cuda() -> None:
+    call(dropout_as_on_cuda)
