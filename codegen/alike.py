@@ -3,7 +3,7 @@ codegen's planning modules and `ir_nodes`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Callable, Hashable, Iterable, Mapping
 
 from codegen.body import Scratch
@@ -75,11 +75,14 @@ class Renaming:
 
     def step(self, step: KernelStep) -> KernelStep:
         retile = step.retile
-        return KernelStep(
-            step.kernel, step.grid, tuple([self._argument(arg) for arg in step.args]), self._nodes,
-            tuple([self._value(value) for value in step.elided]), tuple([self._source(source) for source in step.reads]),
-            tuple([self._source(source) for source in step.writes]), None if retile is None else self._retiled(retile), step.flat,
-            tuple([(self._value(new), self._value(old)) for new, old in step.reuses]))
+        return replace(
+            step, args=tuple([self._argument(arg) for arg in step.args]), nodes=self._nodes,
+            elided=tuple([self._value(value) for value in step.elided]),
+            reads=tuple([self._source(source) for source in step.reads]),
+            writes=tuple([self._source(source) for source in step.writes]),
+            retile=None if retile is None else self._retiled(retile),
+            reuses=tuple([(self._value(new), self._value(old)) for new, old in step.reuses]),
+            picks=tuple([(self._value(value), nbytes) for value, nbytes in step.picks]))
 
     def _retiled(self, retile: Callable[[str], KernelStep | None]) -> Callable[[str], KernelStep | None]:
         def again(changes: str) -> KernelStep | None:
