@@ -17,6 +17,7 @@ from barriers.passes.noops import eliminate_noops
 from barriers.passes.peak_order import lower_peak
 from barriers.passes.recompute import Partition, recompute_cheap, traffic
 from ir_nodes import Graph, settings
+from ir_nodes.remarks import Remarks
 from ir_nodes.verify import verify
 
 Pass = Callable[[Graph], Graph]
@@ -28,23 +29,29 @@ PASSES: tuple[Pass, ...] = (
 )
 """On the order in which the program recorded."""
 
-ORDERED_PASSES: tuple[tuple[str, Pass], ...] = (
-    ("fold", forward_copies),
-    ("fold", eliminate_dead),
-    ("cse", merge_common),
-)
-"""On the order in which nodes will run; each with the optimisation that it belongs to."""
 
+def ordered_passes(partition: Partition | None = None, remarks: Remarks | None = None) -> list[Pass]:
+    """The passes over an ordered graph that the settings allow, in the order in which nodes will run. ``partition``: tells what
+    would share a kernel; None: nothing. ``remarks`` are told what each does."""
+    def fold(graph: Graph) -> Graph:
+        return forward_copies(graph, remarks)
 
-def ordered_passes(partition: Partition | None = None) -> list[Pass]:
-    """The passes over an ordered graph that the settings allow. ``partition``: tells what would share a kernel; None: nothing."""
+    def cse(graph: Graph) -> Graph:
+        return merge_common(graph, remarks)
+
     def recompute(graph: Graph) -> Graph:
-        return recompute_cheap(graph, partition) if partition is not None else graph
+        if partition is not None:
+            return recompute_cheap(graph, partition, remarks)
+        if remarks is not None:
+            remarks.refused("recompute", "", "the engine in force runs ops one by one, so that no kernel would be spared a read")
+        return graph
 
     def peak_order(graph: Graph) -> Graph:
-        return lower_peak(graph, lambda one: traffic(one, partition(one)) if partition is not None else 0)
+        return lower_peak(graph, lambda one: traffic(one, partition(one)) if partition is not None else 0, remarks)
 
-    passes = (*ORDERED_PASSES, ("recompute", recompute), ("peak_order", peak_order))
+    passes: tuple[tuple[str, Pass], ...] = (
+        ("fold", fold), ("fold", eliminate_dead), ("cse", cse), ("recompute", recompute), ("peak_order", peak_order),
+    )
     return [step for name, step in passes if settings.enabled(name)]
 
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Mapping
 
 import torch
 
 from codegen import bench, binaries, choices
-from codegen.contest import Timer, decide, on_gpu
+from codegen.contest import Timer, decide, in_words
 from codegen.kernel import KernelStep, Plan, Size, Temporary
 from ir_nodes import settings
+from ir_nodes.remarks import Remarks
 
 SMALLEST = 1 << 20  # bytes that a launch moves; below, launching takes longer than running
 CANDIDATES = 5  # with the first, which the tuning gives
@@ -27,10 +29,12 @@ REDUCTION = ("padded=100", "lane=8,wide_lane=16,loop_lane=16", "lane=32,wide_lan
 """Changes such as have won on an H200, the most frequent first."""
 
 
-def tune(plan: Plan, machine: str, folder: Path, timer: Timer) -> Plan:
-    """The plan with the fastest known tile for every launch that moves much. ``machine`` tells GPUs apart."""
+def tune(plan: Plan, machine: str, folder: Path, timer: Timer, remarks: Remarks | None = None) -> Plan:
+    """The plan with the fastest known tile for every launch that moves much. ``machine`` tells GPUs apart; ``remarks`` are
+    told the choices."""
     steps = list(plan.steps)
     known: dict[object, str] = {}
+    measured: dict[object, dict[str, float | None]] = {}
     contests: dict[object, dict[str, KernelStep]] = {}
     for step in steps:
         if isinstance(step, KernelStep) and worth_it(step):
@@ -38,7 +42,7 @@ def tune(plan: Plan, machine: str, folder: Path, timer: Timer) -> Plan:
             if key not in known and key not in contests:
                 found = choices.recall(folder, step.kernel.name, key)
                 if found is not None:
-                    known[key] = str(found["choice"])
+                    known[key], measured[key] = str(found["choice"]), found.get("microseconds", {})
                 else:
                     contests[key] = candidates(step)
     asked = [[[step] for step in contest.values()] for contest in contests.values()]
@@ -46,11 +50,23 @@ def tune(plan: Plan, machine: str, folder: Path, timer: Timer) -> Plan:
         known[key] = decide(list(contest), times, BETTER)
         told = {name: None if time is None else round(time * 1e6, 2) for name, time in zip(contest, times)}
         if any(time is not None for time in times):
+            measured[key] = told
             choices.remember(folder, contest[""].kernel.name, key, {"choice": known[key], "microseconds": told})
     for index, step in enumerate(steps):
         if isinstance(step, KernelStep) and worth_it(step):
-            steps[index] = chosen(step, known[key_of(step, machine)])
+            key = key_of(step, machine)
+            steps[index] = chosen(step, known[key])
+            if remarks is not None and key in measured:
+                note(remarks, step, known[key], measured[key])
     return replace(plan, steps=tuple(steps))
+
+
+def note(remarks: Remarks, step: KernelStep, choice: str, measured: Mapping[str, float | None]) -> None:
+    took = in_words(choice, [""], measured)
+    if choice:
+        remarks.did("autotune", step.kernel.name, f"runs with {choice}: {took}")
+    else:
+        remarks.refused("autotune", step.kernel.name, f"the usual blocks are the fastest: {took}")
 
 
 def worth_it(step: KernelStep) -> bool:
@@ -102,8 +118,8 @@ def machine_name(device: int) -> str:
     return str(torch.cuda.get_device_name(device))
 
 
-def tuned(plan: Plan, folder: Path, device: int) -> Plan:
-    """`tune` on CUDA device ``device``, unless it is switched off."""
+def tuned(plan: Plan, folder: Path, device: int, timer: Timer, remarks: Remarks | None = None) -> Plan:
+    """`tune` by ``timer`` for CUDA device ``device``, unless it is switched off."""
     if not settings.current().autotune or not settings.enabled("autotune"):
         return plan
-    return tune(plan, machine_name(device), folder, on_gpu(folder, device))
+    return tune(plan, machine_name(device), folder, timer, remarks)

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Callable, Iterable
+from typing import Callable, Iterable, Mapping
 
 from codegen import bench, binaries, choices
 from codegen.autotune import machine_name, may_reorder, moved, size_class
-from codegen.contest import Timer, decide, on_gpu
+from codegen.contest import Timer, decide, in_words
 from codegen.fuse import Sides, fused, plan_units, units_of, users_of, values_written_by
 from codegen.group import Group, Unit
 from codegen.kernel import KernelStep
 from codegen.tuning import Tuning
 from ir_nodes import Graph, settings
 from ir_nodes.node import Value
+from ir_nodes.remarks import Remarks
 
 SMALLEST = 4 << 20  # bytes that a kernel moves; below, a second launch costs more than anything can bring
 BETTER = 0.95  # share of the one kernel's time that makes two of them the winner
@@ -29,15 +30,17 @@ Cut = dict[int, int]
 """Units by position, each on side 0 or 1."""
 
 
-def measured_sides(graph: Graph, tuning: Tuning, folder: Path, device: int) -> Sides:
+def measured_sides(graph: Graph, tuning: Tuning, folder: Path, device: int, timer: Timer,
+                   remarks: Remarks | None = None) -> Sides:
     """What `plan` should keep apart on CUDA device ``device``; nothing unless LAZYSCHED_BENCHMARK_FUSION asks for it."""
     if not settings.current().benchmark_fusion or not settings.enabled("fusion") or not may_reorder():
         return {}
-    return sides_of(graph, tuning, machine_name(device), folder, on_gpu(folder, device))
+    return sides_of(graph, tuning, machine_name(device), folder, timer, remarks)
 
 
-def sides_of(graph: Graph, tuning: Tuning, machine: str, folder: Path, timer: Timer) -> Sides:
-    """What is faster apart, measured by ``timer`` or remembered."""
+def sides_of(graph: Graph, tuning: Tuning, machine: str, folder: Path, timer: Timer, remarks: Remarks | None = None) -> Sides:
+    """What is faster apart, measured by ``timer`` or remembered; ``remarks`` are told."""
+    remarks = remarks or Remarks()
     units = units_of(graph, (), tuning)
     wanted = dict.fromkeys(graph.outputs())
     users = users_of(units)
@@ -59,6 +62,7 @@ def sides_of(graph: Graph, tuning: Tuning, machine: str, folder: Path, timer: Ti
             contests.append((key, number, cuts, ways))
         else:
             keep_apart(sides, number, cuts.get(str(found["choice"]), {}))
+            note(remarks, ways[0][0], str(found["choice"]), found.get("microseconds", {}))
     for (key, number, cuts, ways), times in zip(contests, timer([ways for _, _, _, ways in contests])):
         names = [TOGETHER, *cuts]
         choice = decide(names, times, BETTER)
@@ -66,8 +70,17 @@ def sides_of(graph: Graph, tuning: Tuning, machine: str, folder: Path, timer: Ti
         if any(time is not None for time in times):
             told = {name: None if time is None else round(time * 1e6, 2) for name, time in zip(names, times)}
             kernels = [step.kernel.name for step in ways[0]]
+            note(remarks, ways[0][0], choice, told)
             choices.remember(folder, "fusion", key, {"choice": choice, "kernels": kernels, "microseconds": told})
     return sides
+
+
+def note(remarks: Remarks, step: KernelStep, choice: str, measured: Mapping[str, float | None]) -> None:
+    took = in_words(choice, [TOGETHER], measured)
+    if choice == TOGETHER:
+        remarks.did("fusion", step.kernel.name, f"one kernel is faster than any two: {took}")
+    else:
+        remarks.refused("fusion", step.kernel.name, f"two kernels, cut {choice}, are faster: {took}")
 
 
 def keep_apart(sides: dict[int, tuple[int, int]], number: int, cut: Cut) -> None:

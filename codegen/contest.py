@@ -36,6 +36,18 @@ def decide(names: Sequence[str], times: Times, better: float) -> str:
     return name if best < better * first else names[0]
 
 
+def remembered(contests: Sequence[Contest]) -> list[Times]:
+    """A timer that measures nothing: what no earlier run has decided stays as it is."""
+    return [[None] * len(contest) for contest in contests]
+
+
+def in_words(choice: str, names: Sequence[str], microseconds: Mapping[str, float | None]) -> str:
+    """What a contest between ``names``, of which the first is what would run without it, has chosen, and by how much."""
+    best, first = microseconds.get(choice), microseconds.get(names[0])
+    instead = f" instead of {first:.0f}" if first and choice != names[0] else ""
+    return f"{best:.0f} us measured{instead}" if best else "measured"
+
+
 def on_gpu(folder: Path, device: int) -> Timer:
     """A timer that launches on CUDA device ``device``; ``folder`` keeps what it compiles."""
 

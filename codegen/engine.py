@@ -10,6 +10,7 @@ from codegen.executable import Emit, emit_call
 from codegen.lowered import Lowered
 from ir_nodes import Graph, Node
 from ir_nodes.estimate import Rates, cost
+from ir_nodes.remarks import Remarks
 
 
 class EngineError(RuntimeError):
@@ -26,6 +27,8 @@ class Context:
     show: Callable[[str], None] | None = None  # told each generated source, under a debug level
     numbers: Sequence[Any] = ()  # the graph's number inputs in the recording that is compiled; they may differ in any other
     lowered: Lowered | None = None  # what passes over the graph have found out of its nodes
+    remarks: Remarks | None = None  # are told what was done and refused
+    measures: bool = True  # what LAZYSCHED_AUTOTUNE and its like ask for is measured, not only remembered
 
 
 Generated = tuple[list[Emit], list[int]]

@@ -10,8 +10,10 @@ from typing import Sequence
 from codegen.kernel import ExternStep, KernelStep, Plan
 from codegen.memory_plan import MemoryPlan, plan_memory
 from codegen.step_use import StepUse, kernel_use, node_use
-from ir_nodes import BufferKind, Graph, Node
-from ir_nodes.estimate import Rates, cost
+from ir_nodes import BufferKind, Graph, Node, Value
+from ir_nodes.estimate import Cost, Rates, cost
+from ir_nodes.ops import info
+from ir_nodes.remarks import Remark, Remarks
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,8 @@ class MemoryFacts:
 class Explanation:
     """A graph's steps in the order in which they run. ``held``: bytes in use while each runs, inputs and results included.
 
-    ``refusals``: pairs of ops that could not share a kernel, counted by (first, second, reason). ``copy_rate``: bytes per second
+    ``refusals``: pairs of ops that could not share a kernel, counted by (first, second, reason). ``remarks``: what other passes
+    did and refused, counted. ``copy_rate``: bytes per second
     that a copy on this machine reads and writes, where times were measured.
     """
 
@@ -64,6 +67,7 @@ class Explanation:
     held: tuple[int, ...]
     refusals: tuple[tuple[tuple[str, str, str], int], ...]
     memory: MemoryFacts
+    remarks: tuple[tuple[Remark, int], ...] = ()
     copy_rate: float | None = None
 
     @property
@@ -100,25 +104,65 @@ class Explanation:
         return replace(self, steps=tuple(steps), copy_rate=copy_rate)
 
 
-def explain(graph: Graph, plan: Plan, rates: Rates, graphs: bool = False) -> Explanation:
-    """The facts of ``plan``, which was made for ``graph``, on a machine of ``rates``. ``graphs``: CUDA graphs replay it."""
+def explain(graph: Graph, plan: Plan, rates: Rates, graphs: bool = False, remarks: Remarks | None = None) -> Explanation:
+    """The facts of ``plan``, which was made for ``graph``, on a machine of ``rates``. ``graphs``: CUDA graphs replay it;
+    ``remarks``: what passes have told, to which the memory plan's are added."""
     counted = Counter((refusal.first.name, refusal.second.name, refusal.reason) for refusal in plan.refusals)
-    steps = tuple(facts(step, rates) for step in plan.steps)
+    steps = tuple(map(Facts(rates).of, plan.steps))
     uses = [use_of(step) for step in plan.steps]
     memory = plan_memory(graph, uses, [temporary.nbytes for temporary in plan.temporaries], graphs)
-    return Explanation(steps, tuple(memory.held(uses)), tuple(counted.most_common()), memory_facts(graph, plan, memory))
+    remarks = remarks or Remarks()
+    for reason in memory.not_reused:
+        remarks.refused("inplace", "a kernel's result", reason)
+    for _ in range(memory.reused):
+        remarks.did("inplace", "a kernel's result", "it is written over an operand that dies")
+    return Explanation(steps, tuple(memory.held(uses)), tuple(counted.most_common()), memory_facts(graph, plan, memory),
+                       remarks.all())
 
 
 def facts(step: KernelStep | ExternStep, rates: Rates) -> StepFacts:
-    if isinstance(step, ExternStep):
-        alone = cost(step.node, rates)
-        read = sum(operand.layout.nbytes for operand in step.node.reads)
-        return StepFacts(step.node.target, (step.node,), read, sum(write.layout.nbytes for write in step.node.writes),
-                         alone.nbytes, alone.seconds, step.reason)
-    read, written = (sum(map(step.bytes_of, values)) for values in (step.reads, step.writes))
-    apart = [cost(node, rates) for node in step.nodes]
-    seconds = rates.launch + max((read + written) / rates.memory, sum(one.flops for one in apart) / rates.flops)
-    return StepFacts(step.kernel.name, step.nodes, read, written, sum(one.nbytes for one in apart), seconds)
+    """One step's facts; see `Facts` for many."""
+    return Facts(rates).of(step)
+
+
+class Facts:
+    """Finds the facts of steps. What a node would cost by itself is asked once, however many kernels it is in."""
+
+    def __init__(self, rates: Rates) -> None:
+        self.rates = rates
+        self._alone: dict[Node, Cost] = {}
+        self._bytes: dict[Node, dict[Value, int]] = {}
+
+    def of(self, step: KernelStep | ExternStep) -> StepFacts:
+        if isinstance(step, ExternStep):
+            alone = self._cost(step.node)
+            read = sum(operand.layout.nbytes for operand in step.node.reads)
+            return StepFacts(step.node.target, (step.node,), read, sum(write.layout.nbytes for write in step.node.writes),
+                             alone.nbytes, alone.seconds, step.reason)
+        rates = self.rates
+        read, written = (sum(map(step.bytes_of, values)) for values in (step.reads, step.writes))
+        made = {value for value in (*step.writes, *step.elided) if isinstance(value, Value)}
+        apart = [(self._cost(node), self._share(node, made)) for node in step.nodes]
+        flops = sum(one.flops * share for one, share in apart)
+        nbytes = round(sum(one.nbytes * share for one, share in apart))
+        seconds = rates.launch + max((read + written) / rates.memory, flops / rates.flops)
+        return StepFacts(step.kernel.name, step.nodes, read, written, nbytes, seconds)
+
+    def _cost(self, node: Node) -> Cost:
+        if node not in self._alone:
+            self._alone[node] = cost(node, self.rates)
+        return self._alone[node]
+
+    def _share(self, node: Node, made: set[Value]) -> float:
+        """The part of ``node`` that a kernel which makes the values ``made`` does: an op over a list is in several kernels."""
+        if len(node.writes) < 2 or info(node.target).kind not in ("foreach", "optimizer"):
+            return 1.0
+        if node not in self._bytes:
+            self._bytes[node] = {write.value: write.layout.nbytes for write in node.writes}
+        mine = self._bytes[node]
+        few, many = (made, mine) if len(made) < len(mine) else (mine, made)
+        total = sum(mine.values())
+        return sum(mine[value] for value in few if value in many) / total if total else 1.0
 
 
 def memory_facts(graph: Graph, plan: Plan, memory: MemoryPlan) -> MemoryFacts:

@@ -30,6 +30,7 @@ from ir_nodes import settings
 from ir_nodes.graph import Graph
 from ir_nodes.node import Node, Value
 from ir_nodes.ops import info
+from ir_nodes.remarks import Remarks
 
 MAX_CANDIDATES = 6
 MAX_NEIGHBOURS = 256
@@ -40,21 +41,22 @@ Sides = Mapping[int, tuple[int, int]]
 
 
 def plan(graph: Graph, order: Iterable[tuple[Node, Node]] = (), tuning: Tuning = HOPPER, sides: Sides = MappingProxyType({}),
-         products: Collection[Node] = (), lowered: Lowered | None = None) -> Plan:
+         products: Collection[Node] = (), lowered: Lowered | None = None, remarks: Remarks | None = None) -> Plan:
     """Kernels and extern calls for ``graph``, in an order that keeps data flow, overwrites and the extra edges ``order``.
 
     ``order`` holds (earlier, later) pairs that data flow does not show: collectives, segments; ``graph.nodes`` already keeps
-    them. ``sides`` and ``products`` are what measurements have found; ``lowered``: what earlier passes know.
+    them. ``sides`` and ``products`` are what measurements have found; ``lowered``: what earlier passes know;
+    ``remarks`` are told what became of padding.
     """
-    return plan_units(units_of(graph, order, tuning, products, lowered=lowered), graph.outputs(), tuning, sides)
+    return plan_units(units_of(graph, order, tuning, products, lowered=lowered, remarks=remarks), graph.outputs(), tuning, sides)
 
 
 def units_of(graph: Graph, order: Iterable[tuple[Node, Node]], tuning: Tuning, products: Collection[Node] = (),
-             lists: bool = True, lowered: Lowered | None = None) -> list[Unit]:
+             lists: bool = True, lowered: Lowered | None = None, remarks: Remarks | None = None) -> list[Unit]:
     """Every node that is needed as units, which know what they wait for; ``products`` are multiplied by kernels. Without
     ``lists``, ops over lists are left to ATen."""
     if lists and settings.enabled("pad_rows"):
-        pad_products(graph)
+        pad_products(graph, remarks)
     units = needed_units(lower_all(graph, tuning, lists, lowered), dict.fromkeys(graph.outputs()))
     for unit in units:
         if unit.node in products:

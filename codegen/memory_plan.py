@@ -32,8 +32,8 @@ class MemoryPlan:
     """For each step: slots to allocate before it as (slot, nbytes), slots to free after it.
 
     ``places``: where buffers and temporaries lie that have no slot of their own. ``reused``: how many buffers are written over
-    one that dies. ``arena``: bytes of the slot that holds many; ``apart``: what these would take, each by itself. ``sizes``:
-    bytes of each slot.
+    one that dies; ``not_reused``: why others, which a kernel could write so, are not. ``arena``: bytes of the slot that holds
+    many; ``apart``: what these would take, each by itself. ``sizes``: bytes of each slot.
     """
 
     allocs: list[list[tuple[int, int]]]
@@ -42,6 +42,7 @@ class MemoryPlan:
     slots: int = 0
     places: dict[int, Place] = field(default_factory=dict)
     reused: int = 0
+    not_reused: tuple[str, ...] = ()
     arena: int = 0
     apart: int = 0
     sizes: list[int] = field(default_factory=list)
@@ -91,7 +92,8 @@ class Planner:
         self.sizes = [*(buffer.nbytes for buffer in graph.buffers), *temporaries]
         self.first, self.last = lifetimes(uses, len(graph.buffers))
         self.own_last = dict(self.last)
-        self.taken = shared(uses, graph.buffers, self.first, self.last, donate) if settings.enabled("inplace") else {}
+        able = settings.enabled("inplace")
+        self.taken, self.refused = shared(uses, graph.buffers, self.first, self.last, donate) if able else ({}, {})
         self.live = {buffer.index for buffer in graph.buffers if buffer.live}
         for new, slot in self.taken.items():
             self.last[slot] = max(self.last[slot], self.own_last[new])
@@ -101,7 +103,7 @@ class Planner:
     def plan(self, pieces: Sequence[Piece]) -> MemoryPlan:
         """The plan with ``pieces`` in an arena."""
         plan = MemoryPlan([[] for _ in self.uses], [[] for _ in self.uses], slots=len(self.sizes), sizes=[*self.sizes],
-                          reused=len(self.taken), kept=frozenset(self.live))
+                          reused=len(self.taken), not_reused=tuple(self.refused.values()), kept=frozenset(self.live))
         placed, plan.arena = offsets(pieces)
         inside = {piece.slot for piece in pieces}
         for slot in self._slots():

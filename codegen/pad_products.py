@@ -13,6 +13,7 @@ from typing import Any
 from codegen.pad_rows import VECTOR, pad_rows
 from ir_nodes import BufferKind, Graph, Layout, Node
 from ir_nodes.node import Buffer, Operand, Target, Value, Write
+from ir_nodes.remarks import Remarks
 
 FORMS = {"mm": ("mk", "kn", "mn"), "addmm": ("mn", "mk", "kn", "mn")}
 """The dimensions of each tensor of a product, in argument order, its result last."""
@@ -105,13 +106,20 @@ class Padder:
         old.users[node] = None
 
 
-def pad_products(graph: Graph) -> dict[Buffer, str]:
-    """Give products rows and sizes that suit tensor cores. Returns which odd matrices were left as they are, and why."""
+def pad_products(graph: Graph, remarks: Remarks | None = None) -> dict[Buffer, str]:
+    """Give products rows and sizes that suit tensor cores. Returns which odd matrices were left as they are, and why;
+    ``remarks`` are told that, and which products are served."""
     rows: dict[Buffer, tuple[int, int]] = {}
     refused = pad_rows(graph, rows)
     padder = Padder(graph, rows)
     for node in [node for node in graph.nodes if node.relaid and node.name in FORMS]:
         padder.widen(node)
+    if remarks is not None:
+        for reason in refused.values():
+            remarks.refused("pad_rows", "a matrix with rows off 16-byte boundaries", reason)
+        for node in graph.nodes:
+            if node.relaid and node.name in FORMS:
+                remarks.did("pad_rows", node.name, "its matrices have longer rows, so that they start on 16-byte boundaries")
     return refused
 
 

@@ -16,28 +16,44 @@ ALIGNMENT = 256
 
 def shared(
     uses: Sequence[StepUse], buffers: Sequence[Buffer], first: Mapping[int, int], last: Mapping[int, int], donate: bool
-) -> dict[int, int]:
-    """For each buffer that is written over another one, which dies in the same step: whose slot it takes.
+) -> tuple[dict[int, int], dict[int, str]]:
+    """For each buffer that is written over another one, which dies in the same step: whose slot it takes. For others that could
+    be, but for where and how long that one is needed: why they are not.
 
     ``first`` and ``last``: the first and last step of each slot. ``donate``: an input that nobody holds any more may be written
     over. What a collective sends or fills is left alone.
     """
     kept = {buffer for use in uses if use.keeps for buffer in use.buffers}
     taken: dict[int, int] = {}
+    refused: dict[int, str] = {}
     given: set[int] = set()
     makes = {slot for use in uses for slot in use.makes}  # ATen may have made these larger than they look
     for number, use in enumerate(uses):
         for new, old in use.reuses:
             one, other = buffers[new], buffers[old]
-            if other.kind is BufferKind.INPUT and not donate:
+            if new in taken or one.kind is not BufferKind.FRESH or first.get(new) != number:
                 continue
-            dies = first.get(new) == number == last.get(old) and not other.live and other.kind is not BufferKind.GENERATOR
             slot = taken.get(old, old)
-            fits = one.kind is BufferKind.FRESH and one.nbytes == other.nbytes and not (one.live and slot in makes)
-            if dies and fits and new not in taken and old not in given and not {new, old} & kept:
+            if other.kind is BufferKind.INPUT and not donate:
+                reason = "its operand is an input, which CUDA graphs find elsewhere in each run"
+            elif other.live or other.kind is BufferKind.GENERATOR:
+                reason = "its operand is held when the recording ends"
+            elif last.get(old) != number:
+                reason = "its operand is read again later"
+            elif one.nbytes != other.nbytes:
+                reason = "its operand's memory has another size"
+            elif one.live and slot in makes:
+                reason = "it is a result, and its operand's memory is one that ATen made"
+            elif {new, old} & kept:
+                reason = "a collective sends or fills one of the two"
+            elif old in given:
+                reason = "another result of the same kernel takes its operand's memory"
+            else:
                 taken[new] = slot
                 given.add(old)
-    return taken
+                continue
+            refused.setdefault(new, reason)
+    return taken, {new: reason for new, reason in refused.items() if new not in taken}
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Mapping
 from codegen import binaries, choices
 from codegen.autotune import machine_name, may_reorder, size_class
 from codegen.benchmark_fusion import copies_of
-from codegen.contest import Contestant, Timer, decide, on_gpu
+from codegen.contest import Contestant, Timer, decide, in_words
 from codegen.expressions import Unsupported
 from codegen.fuse import fused, plan_units, units_of, users_of, values_written_by
 from codegen.group import Group
@@ -21,6 +21,7 @@ from codegen.product import is_product, lower_product
 from codegen.tuning import Tuning
 from ir_nodes import Graph, settings
 from ir_nodes.node import Node, Value
+from ir_nodes.remarks import Remarks
 
 BETTER = 0.97
 LIBRARY = "library"
@@ -30,15 +31,18 @@ Choices = Mapping[Node, str]
 """Products that kernels of ours multiply, with what their tiles change in the tuning."""
 
 
-def measured_products(graph: Graph, tuning: Tuning, folder: Path, device: int) -> Choices:
+def measured_products(graph: Graph, tuning: Tuning, folder: Path, device: int, timer: Timer,
+                      remarks: Remarks | None = None) -> Choices:
     """Which products pay on CUDA device ``device``; none unless LAZYSCHED_TEMPLATES asks for them."""
     if not settings.current().templates or not settings.enabled("templates") or not may_reorder():
         return {}
-    return products_of(graph, tuning, machine_name(device), folder, on_gpu(folder, device))
+    return products_of(graph, tuning, machine_name(device), folder, timer, remarks)
 
 
-def products_of(graph: Graph, tuning: Tuning, machine: str, folder: Path, timer: Timer) -> Choices:
-    """Which products pay, measured by ``timer`` or remembered."""
+def products_of(graph: Graph, tuning: Tuning, machine: str, folder: Path, timer: Timer,
+                remarks: Remarks | None = None) -> Choices:
+    """Which products pay, measured by ``timer`` or remembered; ``remarks`` are told."""
+    remarks = remarks or Remarks()
     able = [node for node in graph.nodes if is_product(node) and can_lower(node)]
     units = units_of(graph, (), tuning, able) if able else []
     wanted = dict.fromkeys(graph.outputs())
@@ -58,7 +62,9 @@ def products_of(graph: Graph, tuning: Tuning, machine: str, folder: Path, timer:
         known = choices.recall(folder, "product", key)
         if known is None:
             contests.setdefault(key, (ways, []))[1].append(node)
-        elif known["choice"] != LIBRARY:
+            continue
+        note(remarks, node, str(known["choice"]), known.get("microseconds", {}))
+        if known["choice"] != LIBRARY:
             found[node] = str(known["choice"])
     for (key, (ways, nodes)), times in zip(contests.items(), timer([list(ways.values()) for ways, _ in contests.values()])):
         choice = decide(list(ways), times, BETTER)
@@ -68,7 +74,17 @@ def products_of(graph: Graph, tuning: Tuning, machine: str, folder: Path, timer:
             told = {name: None if time is None else round(time * 1e6, 2) for name, time in zip(ways, times)}
             ops = list(dict.fromkeys(node.target for step in ways[""] if isinstance(step, KernelStep) for node in step.nodes))
             choices.remember(folder, "product", key, {"choice": choice, "ops": ops, "microseconds": told})
+            for node in nodes:
+                note(remarks, node, choice, told)
     return found
+
+
+def note(remarks: Remarks, node: Node, choice: str, measured: Mapping[str, float | None]) -> None:
+    took = in_words(choice, [LIBRARY], measured)
+    if choice == LIBRARY:
+        remarks.refused("templates", node.name, f"the library's product and a kernel are faster than one kernel: {took}")
+    else:
+        remarks.did("templates", node.name, f"one kernel with what follows it{choice and ', ' + choice}: {took}")
 
 
 def can_lower(node: Node) -> bool:

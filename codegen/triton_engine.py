@@ -12,6 +12,7 @@ from codegen.autotune import tuned
 from codegen.benchmark_fusion import measured_sides
 from codegen.combo import combine
 from codegen.compile_pool import warm_up
+from codegen.contest import on_gpu, remembered
 from codegen.cuda_driver import Function
 from codegen.draws import BLOCK
 from codegen.engine import BackEnd, Context, EngineError, Generated
@@ -39,13 +40,16 @@ _SCALAR_KINDS = {torch.float32: "fp32", torch.float64: "fp64", torch.int64: "i64
 
 def fuse(graph: Graph, context: Context) -> Plan:
     """What can be fused as kernels, the best of each by measurement; ATen runs the rest."""
-    if context.cuda and settings.enabled("parallel_compile"):
+    if context.cuda and context.measures and settings.enabled("parallel_compile"):
         warm_up(context.kernel_dir, len(graph.nodes))
-    tuning = tuning_of(context)
-    sides = measured_sides(graph, tuning, context.kernel_dir, context.device) if context.cuda else {}
-    products = measured_products(graph, tuning, context.kernel_dir, context.device) if context.cuda else {}
-    planned = combine(with_tiles(plan(graph, tuning=tuning, sides=sides, products=products, lowered=context.lowered), products))
-    return tuned(planned, context.kernel_dir, context.device) if context.cuda else planned
+    tuning, remarks = tuning_of(context), context.remarks
+    if not context.cuda:
+        return combine(plan(graph, tuning=tuning, lowered=context.lowered, remarks=remarks))
+    timer = on_gpu(context.kernel_dir, context.device) if context.measures else remembered
+    where = (context.kernel_dir, context.device, timer, remarks)
+    sides, products = measured_sides(graph, tuning, *where), measured_products(graph, tuning, *where)
+    planned = plan(graph, tuning=tuning, sides=sides, products=products, lowered=context.lowered, remarks=remarks)
+    return tuned(combine(with_tiles(planned, products)), *where)
 
 
 def generate(graph: Graph, planned: Plan, context: Context) -> Generated:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any, Callable, Iterable, Sequence
@@ -12,22 +13,29 @@ from typing import Any, Callable, Iterable, Sequence
 import torch
 
 from barriers.pipeline import ordered_passes, run_passes
+from codegen import engines
 from codegen.combo import combine
 from codegen.cuda_graph import told as told_graphs
+from codegen.engine import Context
 from codegen.executable import Emit
 from codegen.explanation import Explanation, StepFacts
 from codegen.explanation import explain as explain_plan
 from codegen.fuse import plan
+from codegen.lowered import Lowered
 from codegen.partition import partition
 from ir_nodes import BufferKind, Graph, settings
 from ir_nodes.node import Frame
+from ir_nodes.remarks import Remarks
 from lazy_backend import api, core, debug, flush, orders
+from lazy_backend.explain_lists import LONGEST, sections, shortened
 from lazy_backend.page import bars, document
 from lazy_backend.schedule_report import seconds, size
 from lazy_backend.step_times import StepTimes, copy_rate, with_times
 
 _HEAD = ("step", "what runs", "ops", "reads", "writes", "estimated", "memory held", "first line")
 _MEASURED_HEAD = (*_HEAD[:6], "measured", "of a copy's rate", *_HEAD[6:])
+INDENTED = ' style="padding-left: 1.5rem"'
+Told = tuple[Graph, Remarks]
 _KEYS = itertools.count(1 << 62)  # of recordings that are compiled to be looked at
 
 
@@ -39,8 +47,12 @@ class Explained:
     recordings: tuple[Explanation, ...]
 
     def __str__(self) -> str:
-        return "\n\n".join(text(one, number, len(self.recordings)) for number, one in enumerate(self.recordings, 1)) + (
-            "" if self.engine == "triton" else f"\n\n{other_engine(self.engine)}")
+        return self.text()
+
+    def text(self, everything: bool = False) -> str:
+        """The report; long lists whole if ``everything`` is asked for."""
+        parts = [text(one, number, len(self.recordings), everything) for number, one in enumerate(self.recordings, 1)]
+        return "\n\n".join(parts) + ("" if self.engine == "triton" else f"\n\n{other_engine(self.engine)}")
 
 
 def explain(what: torch.Tensor | Iterable[torch.Tensor] | Callable[..., Any], *args: Any,
@@ -57,8 +69,8 @@ def explain(what: torch.Tensor | Iterable[torch.Tensor] | Callable[..., Any], *a
     if measure:
         found = measured(lambda: what(*args, **kwargs))  # type: ignore[operator]
     else:
-        graphs = recorded_by(lambda: what(*args, **kwargs)) if callable(what) else [optimised(what)]
-        found = Explained(flush.engine_name(), tuple(map(explained, (graph for graph in graphs if graph.nodes))))
+        told = recorded_by(lambda: what(*args, **kwargs)) if callable(what) else [recorded_for(what)]
+        found = Explained(flush.engine_name(), tuple(explained(graph, remarks) for graph, remarks in told if graph.nodes))
     if html is not None:
         Path(html).write_text(page(found), encoding="utf-8")
     return found
@@ -66,19 +78,35 @@ def explain(what: torch.Tensor | Iterable[torch.Tensor] | Callable[..., Any], *a
 
 def optimised(tensors: torch.Tensor | Iterable[torch.Tensor]) -> Graph:
     """What is recorded for ``tensors``, as the engine would get it."""
-    graph = run_passes(debug.graph(tensors), ordered_passes(partition))[0]
+    return recorded_for(tensors)[0]
+
+
+@flush.uncollected()
+def recorded_for(tensors: torch.Tensor | Iterable[torch.Tensor]) -> Told:
+    """`optimised`, and what the passes told."""
+    remarks = Remarks()
+    graph = run_passes(debug.graph(tensors), ordered_passes(partial(partition, lowered=Lowered()), remarks))[0]
     for buffer, values in zip(graph.buffers, graph.values):
         buffer.live = buffer.live or buffer.kind is BufferKind.INPUT and len(values) == 1  # others than ``tensors`` hold it
-    return graph
+    return graph, remarks
 
 
-def explained(graph: Graph) -> Explanation:
-    return explain_plan(graph, combine(plan(graph)), orders.rates(), flush.replays())
+@flush.uncollected()
+def explained(graph: Graph, remarks: Remarks | None = None) -> Explanation:
+    """The facts of the plan for ``graph``: on a GPU as the triton engine makes it, with what it has measured before."""
+    remarks = remarks or Remarks()
+    if core.physical_is_cuda() and flush.engine_name() == "triton":
+        context = Context(True, 0, settings.current().cache_dir / "kernels", remarks=remarks, measures=False)
+        made = engines.engine("triton").fuse(graph, context)
+    else:
+        made = combine(plan(graph, remarks=remarks))
+    return explain_plan(graph, made, orders.rates(), flush.replays(), remarks)
 
 
 def measured(call: Callable[[], Any]) -> Explained:
     """What a second run of ``call`` runs, with times; the first compiles, and warms the device up."""
     clocks: list[tuple[Graph, StepTimes]] = []
+    told: list[Told] = []
 
     def time_steps(graph: Graph, steps: list[Emit], device: int) -> list[Emit]:
         timed, times = with_times(steps, device)
@@ -94,19 +122,22 @@ def measured(call: Callable[[], Any]) -> Explained:
 
     flush.steppers.append(time_steps)
     try:
-        recorded_by(twice)
+        told += recorded_by(twice)
     finally:
         flush.steppers.remove(time_steps)
     ran = [(graph, times) for graph, times in clocks if graph.nodes and times.runs]
-    return Explained(flush.engine_name(), tuple(explained(graph).with_times(times.read(), copy_rate(times.device))
-                                                for graph, times in ran))
+    return Explained(flush.engine_name(), tuple(
+        explained(graph, dict(told)[graph]).with_times(times.read(), copy_rate(times.device)) for graph, times in ran))
 
 
-def recorded_by(call: Callable[[], Any]) -> list[Graph]:
-    """The graphs of all that ``call`` records, as the engine gets them."""
+def recorded_by(call: Callable[[], Any]) -> list[Told]:
+    """The graphs of all that ``call`` records, as the engine gets them, with what passes told."""
     api.mark_step()
-    graphs: list[Graph] = []
-    watch = graphs.append
+    graphs: list[Told] = []
+
+    def watch(graph: Graph, remarks: Remarks) -> None:
+        graphs.append((graph, remarks))
+
     flush.watchers.append(watch)
     core.get().set_schedule_key(next(_KEYS))  # no program is known under this key, so each recording is compiled
     try:
@@ -124,15 +155,16 @@ def other_engine(name: str) -> str:
             "LAZYSCHED_ENGINE=triton, kernels run as shown.")
 
 
-def text(one: Explanation, number: int = 1, of: int = 1) -> str:
-    """One recording in words and a table."""
+def text(one: Explanation, number: int = 1, of: int = 1, everything: bool = False) -> str:
+    """One recording in words, a table and lists."""
     title = f"recording {number} of {of}: " if of > 1 else ""
     rows = table(one)
     widths = [max(len(cells[column]) for cells in rows) for column in range(len(rows[0]))]
     lines = [title + summary(one), "", memory(one), "CUDA graphs: " + graphs(one), ""]
-    lines += ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip() for cells in rows]
-    lines += ["", "run by ATen, because:", *(f"  {reason}" for reason in reasons(one.steps))] if reasons(one.steps) else []
-    lines += ["", "not in one kernel, because:", *(f"  {told}" for told in refusals(one))] if one.refusals else []
+    steps = ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip() for cells in rows]
+    lines += shortened(steps, everything, 3 * LONGEST, "steps")
+    for section in sections(one):
+        lines += ["", f"{section.title}:", *(f"  {line}" for line in shortened(section.lines, everything))]
     return "\n".join(lines)
 
 
@@ -191,22 +223,6 @@ def frame_of(step: StepFacts) -> Frame | None:
     return next((node.frame for node in step.nodes if node.frame is not None), None)
 
 
-def reasons(steps: Sequence[StepFacts]) -> list[str]:
-    """Each reason why ATen runs an op, with the ops."""
-    found: dict[str, dict[str, int]] = {}
-    for step in steps:
-        if not step.is_kernel:
-            ops = found.setdefault(step.why, {})
-            ops[step.name] = ops.get(step.name, 0) + 1
-    return [f"{why}: " + ", ".join(f"{name} ({count})" if count > 1 else name for name, count in ops.items())
-            for why, ops in found.items()]
-
-
-def refusals(one: Explanation) -> list[str]:
-    return [f"{first} and {second}: {reason}" + (f" ({count} times)" if count > 1 else "")
-            for (first, second, reason), count in one.refusals]
-
-
 def page(found: Explained) -> str:
     """The report as one HTML page."""
     parts = ["<h1>What becomes of the recorded ops</h1>"]
@@ -215,22 +231,35 @@ def page(found: Explained) -> str:
         parts += [f"<p>{escape(told)}</p>" for told in (summary(one), memory(one), "CUDA graphs: " + graphs(one))]
         names = [label(step) for step in one.steps]
         times = [step.seconds for step in one.steps]
-        parts.append(bars("estimated time of each step", list(zip(names, times, map(seconds, times)))))
+        charts = [bars("estimated time of each step", list(zip(names, times, map(seconds, times))))]
         if one.copy_rate is not None:
             took = [step.measured or 0.0 for step in one.steps]
-            parts.append(bars("measured time of each step", list(zip(names, took, map(seconds, took)))))
-        parts.append(bars("memory held while it runs", list(zip(names, one.held, map(size, one.held)))))
+            charts.append(bars("measured time of each step", list(zip(names, took, map(seconds, took)))))
+        charts.append(bars("memory held while it runs", list(zip(names, one.held, map(size, one.held)))))
+        parts += charts if len(names) <= 3 * LONGEST else [unfolded(f"{len(names)} steps as bars", chart) for chart in charts]
         first, *rest = table(one)
-        body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>" for cells in rest)
         head = "".join(f"<th>{escape(cell)}</th>" for cell in first)
-        parts.append(f'<div class="scroll box"><table><tr>{head}</tr>{body}</table></div>')
-        for title, told in (("Run by ATen, because", reasons(one.steps)), ("Not in one kernel, because", refusals(one))):
-            if told:
-                lines = "".join(f"<li>{escape(line)}</li>" for line in told)
-                parts.append(f'<h2>{title}</h2><div class="box"><ul>{lines}</ul></div>')
+        rows = ["<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>" for cells in rest]
+        parts.append(folded([f'<div class="scroll box"><table><tr>{head}</tr>{"".join(some)}</table></div>'
+                             for some in (rows[: 3 * LONGEST], rows[3 * LONGEST :]) if some], len(rows) - 3 * LONGEST, "steps"))
+        for section in sections(one):
+            items = [f'<li{INDENTED if line.startswith("  ") else ""}>{escape(line.strip())}</li>' for line in section.lines]
+            parts.append(f"<h2>{escape(section.title.capitalize())}</h2>" + folded(
+                [f'<div class="box"><ul>{"".join(some)}</ul></div>' for some in (items[:LONGEST], items[LONGEST:]) if some],
+                len(items) - LONGEST, "lines"))
     if found.engine != "triton":
         parts.append(f'<p class="soft">{escape(other_engine(found.engine))}</p>')
     return document("What becomes of the recorded ops", "".join(parts))
+
+
+def folded(parts: Sequence[str], more: int, what: str) -> str:
+    """The first part, and the second behind a line that says how much it is."""
+    return parts[0] + "".join(unfolded(f"{more} more {what}", part) for part in parts[1:])
+
+
+def unfolded(title: str, body: str) -> str:
+    """What is shown once its title is clicked."""
+    return f"<details><summary>{escape(title)}</summary>{body}</details>"
 
 
 def label(step: StepFacts) -> str:

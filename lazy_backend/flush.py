@@ -20,6 +20,7 @@ from codegen.executable import Emit, Program, assemble
 from codegen.lowered import Lowered
 from codegen.partition import partition
 from ir_nodes import Graph, printer, settings
+from ir_nodes.remarks import Remarks
 from lazy_backend import core, holding, orders, varying
 from lazy_backend.checks import check_orders
 from lazy_backend.entered import segments
@@ -30,8 +31,8 @@ before_first_run: list[Callable[[Graph], None]] = []
 """Called with each new graph that has collectives, in the order in which it is about to run; may raise."""
 
 
-watchers: list[Callable[[Graph], None]] = []
-"""Called with each new graph as it is handed to the engine; for `explain`."""
+watchers: list[Callable[[Graph, Remarks], None]] = []
+"""Called with each new graph as it is handed to the engine, and with what passes tell of it; for `explain`."""
 
 
 steppers: list[Callable[[Graph, list[Emit], int], list[Emit]]] = []
@@ -53,7 +54,7 @@ def uncollected() -> Iterator[None]:
 @uncollected()
 def compile_recording(native: ModuleType, recording: Recording, device: int) -> Program:
     """The program for ``recording`` on device ``device``. Runs once per cache miss, under the GIL."""
-    now, lowered = settings.current(), Lowered()
+    now, lowered, remarks = settings.current(), Lowered(), Remarks()
     varying.note(recording)
     graph = to_graph(recording, segments.calls)
     recorded = len(graph.nodes)
@@ -69,11 +70,11 @@ def compile_recording(native: ModuleType, recording: Recording, device: int) -> 
             check(graph)
     if not orders.debugging():  # which runs the program's order too
         shared = partial(partition, lowered=lowered) if engine_name() == "triton" else None
-        graph, _ = run_passes(graph, ordered_passes(shared), check=now.verify)
+        graph, _ = run_passes(graph, ordered_passes(shared, remarks), check=now.verify)
     if "graph" in now.debug:
         print(printer.text(graph), file=sys.stderr)
     for watch in watchers:
-        watch(graph)
+        watch(graph, remarks)
     program: Program = native.Program()
     program.order = ordered
     program.rest, program.kept = held.rest, held.kept

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 import lazy_backend
+from ir_nodes import settings
 from lazy_backend import explain
+from lazy_backend.explain import page
 from tests.device import DEVICE, here
 
 FLOAT = 4
@@ -104,6 +106,52 @@ def test_the_memory_plan_is_told() -> None:
     assert one.memory.inputs == (1, 1000 * FLOAT) and one.memory.results == (1, 1000 * FLOAT)
     assert one.memory.registers == (1, 1000 * FLOAT) and one.memory.between[0] == 2
     assert "memory: 1 input of 3.906 KiB, 1 result of 3.906 KiB, 2 buffers" in str(explain(y))
+
+
+def test_other_passes_tell_what_they_did_and_refused() -> None:
+    x = torch.ones(64, 64).to(DEVICE)
+    one, two, copied = x.exp(), x.exp(), x.clone()
+    y = one.sum(0) + two.sum(1) + copied.sum()
+    kept = (x * x).tanh(), (x * x).tanh()
+    told = str(explain([y, *kept]))
+    assert "other optimisations of the whole graph:" in told
+    assert "cse (one node where two would compute the same value): 2 done, 1 refused" in told
+    assert "refused: tanh: both results are held at the end, and are two memories" in told
+    assert "copy_: it would have copied what is there already" in told
+    assert "would hold no less memory at most" in told and "pad_rows (" in told
+    with settings.override(disable="cse"):
+        off = str(explain([y, *kept]))
+    assert "cse (one node where two would compute the same value): switched off" in off
+
+
+def test_results_over_operands_have_reasons() -> None:
+    x = torch.ones(64, 64).to(DEVICE)
+    product = x @ x
+    assert "a kernel's result: it is written over an operand that dies" in str(explain((product.exp() @ x)))
+    assert "refused: a kernel's result: its operand is held when the recording ends" in str(explain([product.exp(), product]))
+    with settings.override(disable="inplace"):
+        assert "the memory of operands that die): switched off" in str(explain(product.exp() @ x))
+
+
+def test_long_lists_are_shortened_with_a_way_to_see_all() -> None:
+    x = torch.ones(4, 4).to(DEVICE)
+    for index in range(70):
+        x = x @ x if index % 2 else x.view(2, 8).t().contiguous().view(4, 4) @ x
+    found = explain(x)
+    (one,) = found.recordings
+    hidden = len(one.steps) + 1 - 60
+    assert hidden > 1 and f"... and {hidden} more steps" in str(found)
+    assert "more steps" not in found.text(everything=True) and str(found.text(everything=True)).count("aten::mm") > 60
+    assert "<summary>" in page(found) and f"{hidden - 1} more steps" in page(found)
+
+
+def test_a_list_that_several_kernels_share_is_counted_once() -> None:
+    tensors = [torch.ones(1 << 12).to(DEVICE) for _ in range(6)]
+    with settings.override(disable="combo"):
+        torch._foreach_mul_(tensors, 3.0)
+        (one,) = explain(tensors).recordings
+    alone = [step.alone for step in one.steps]
+    assert alone == [sum(alone) // 6] * 6 and sum(alone) <= 2 * 6 * (1 << 12) * FLOAT
 
 
 def test_an_error_in_the_call_is_the_users_and_leaves_nothing_behind() -> None:

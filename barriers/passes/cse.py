@@ -9,11 +9,12 @@ from barriers.passes.rewrite import Substitution
 from ir_nodes import BufferKind, Graph, Node, Operand, Value, Write
 from ir_nodes.node import Arg
 from ir_nodes.ops import info, split
+from ir_nodes.remarks import Remarks
 
 _IMPURE = ("random", "data_dependent", "value_access", "extern", "collective", "wait")
 
 
-def merge_common(graph: Graph) -> Graph:
+def merge_common(graph: Graph, remarks: Remarks | None = None) -> Graph:
     """Drop each node that computes what an earlier one has computed, bit for bit; its users use that. Returns ``graph``.
 
     Two nodes do so where op, operands with their layouts, constants and number inputs are the same, and both make new memory.
@@ -22,12 +23,12 @@ def merge_common(graph: Graph) -> Graph:
     the peak of memory: computing it again may be what the program asked for (checkpointing). Linear, but for a logarithm
     for each merge.
     """
-    return _Merger(graph).run()
+    return _Merger(graph, remarks or Remarks()).run()
 
 
 class _Merger:
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, remarks: Remarks) -> None:
+        self.graph, self.remarks = graph, remarks
         self.place = {node: position for position, node in enumerate(graph.nodes)}
         self.merged = Substitution()
         self.last: dict[Value, int] = {}  # where a value that others were merged into is used last
@@ -66,8 +67,12 @@ class _Merger:
 
     def _merge(self, twin: Node, node: Node) -> bool:
         pairs = [(one.value, other.value) for one, other in zip(twin.writes, node.writes)]
-        if not all(self._may(one, other, self.place[node]) for one, other in pairs):
-            return False
+        for one, other in pairs:
+            reason = self._why_not(one, other, self.place[node])
+            if reason:
+                self.remarks.refused("cse", node.name, reason)
+                return False
+        self.remarks.did("cse", node.name, "an earlier op has computed the same")
         for index, (one, other) in enumerate(pairs):
             self.last[one] = self.last[other] = max(self._last(one), self._last(other))
             if other.buffer.live:
@@ -77,14 +82,17 @@ class _Merger:
         node.writes = tuple(write for write in node.writes if write.value.producer is node)
         return True
 
-    def _may(self, one: Value, other: Value, here: int) -> bool:
-        """May ``one``, an earlier result, serve for ``other``, made ``here``?"""
-        if one.buffer.live and other.buffer.live or len(self.graph.values[other.buffer.index]) > 2:
-            return False
+    def _why_not(self, one: Value, other: Value, here: int) -> str:
+        """Why ``one``, an earlier result, may not serve for ``other``, made ``here``; "" where it may."""
+        if one.buffer.live and other.buffer.live:
+            return "both results are held at the end, and are two memories"
+        if len(self.graph.values[other.buffer.index]) > 2:
+            return "its result is written to later"
         following = self.graph.values[one.buffer.index][2:3]
         if following and (other.buffer.live or self._place_of(following[0]) <= self._last(other)):
-            return False  # its memory is overwritten before
-        return one.buffer.live or self._fits(self._last(one), here, one.buffer.nbytes)
+            return "the earlier result is overwritten while this one is still read"
+        fits = one.buffer.live or self._fits(self._last(one), here, one.buffer.nbytes)
+        return "" if fits else "keeping the earlier result for so long would raise the peak of memory"
 
     def _fits(self, end: int, start: int, nbytes: int) -> bool:
         if start - end < SHORT or not nbytes:

@@ -7,6 +7,7 @@ import torch
 from barriers.passes.cse import is_whole
 from barriers.passes.rewrite import Substitution
 from ir_nodes import BufferKind, Graph, Node, Operand, Value
+from ir_nodes.remarks import Remarks
 
 _COPIES = ("aten::copy_", "aten::clone", "aten::_to_copy", "aten::contiguous", "aten::clone.out", "aten::_to_copy.out")
 LONGEST = 8
@@ -15,19 +16,19 @@ _DIGITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float6
 _BITS = {torch.bool: 1, torch.uint8: 8, torch.int8: 7, torch.int16: 15, torch.int32: 31, torch.int64: 63}
 
 
-def forward_copies(graph: Graph) -> Graph:
+def forward_copies(graph: Graph, remarks: Remarks | None = None) -> Graph:
     """Drop copies into new memory that have their source's dtype and layout, chains of casts that lose nothing among them.
 
     Where the source keeps its bytes for as long as the copy is used, users of the copy read the source. Where nobody
     uses the source any more when the copy is first changed, the copy goes on in its source's memory. Returns ``graph``. Linear
     in nodes and operands.
     """
-    return _Forwarder(graph).run()
+    return _Forwarder(graph, remarks or Remarks()).run()
 
 
 class _Forwarder:
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, remarks: Remarks) -> None:
+        self.graph, self.remarks = graph, remarks
         self.place = {node: position for position, node in enumerate(graph.nodes)}
         self.forwarded = Substitution()
         self.last: dict[Value, int] = {}
@@ -48,7 +49,14 @@ class _Forwarder:
         value = self.forwarded.of(source.value)
         if value.producer is None and value.buffer.kind is not BufferKind.INPUT:
             return False  # nothing would make the buffer
-        return self._forward(value, write.value) or self._rehouse(value, write.value)
+        reason = self._forward(value, write.value)
+        if reason and self._rehouse(value, write.value):
+            reason = ""
+        if reason:
+            self.remarks.refused("fold", node.name, reason)
+        else:
+            self.remarks.did("fold", node.name, "it would have copied what is there already")
+        return not reason
 
     def _source(self, node: Node) -> Operand | None:
         """What ``node`` copies as it is, through casts that lose nothing."""
@@ -71,17 +79,21 @@ class _Forwarder:
         following = self.newer.get(self.forwarded.of(value))
         return following is not None and self._made(following) <= self.place[node]
 
-    def _forward(self, source: Value, copy: Value) -> bool:
-        """Users of ``copy`` read ``source``, if its memory keeps it for so long."""
+    def _forward(self, source: Value, copy: Value) -> str:
+        """Users of ``copy`` read ``source``, if its memory keeps it for so long; else why not."""
         following = self.newer.get(source)
         end = self._last(copy)
-        if copy.buffer.live or copy in self.newer or (following is not None and self._made(following) <= end):
-            return False
+        if copy.buffer.live:
+            return "the copy is held at the end, and its source is another memory"
+        if copy in self.newer:
+            return "the copy is written to while its source is still needed"
+        if following is not None and self._made(following) <= end:
+            return "its source is overwritten while the copy is still read"
         if source.buffer.nbytes > copy.buffer.nbytes and not source.buffer.live and self._last(source) < end:
-            return False  # a part would hold the whole
+            return "a small part would keep the whole of its source in memory"
         self.last[source] = max(self._last(source), end)
         self.forwarded.replace(copy, source)
-        return True
+        return ""
 
     def _rehouse(self, source: Value, copy: Value) -> bool:
         """Both buffers become one, if nobody needs ``source`` once ``copy`` changes or the recording ends."""

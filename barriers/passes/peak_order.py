@@ -8,26 +8,37 @@ from barriers.dependencies import predecessors
 from barriers.model import memory
 from ir_nodes import Graph, Node
 from ir_nodes.ops import COLLECTIVE, info
+from ir_nodes.remarks import Remarks
 
 WORTH = 0.98
 """What a peak must come down to, as a part of the program's, for an order to be preferred to the program's."""
 
 
-def lower_peak(graph: Graph, moved: Callable[[Graph], int] = lambda graph: 0) -> Graph:
+def lower_peak(graph: Graph, moved: Callable[[Graph], int] = lambda graph: 0, remarks: Remarks | None = None) -> Graph:
     """Make values when they are needed, depth first, where the model of memory says that this lowers the peak. Returns ``graph``.
 
     Orders that a schedule or collectives have a say in stay. ``moved``: bytes that a graph moves through memory; an order under
     which fewer ops share a kernel, so that more is moved, is not taken. Linear.
     """
+    remarks = remarks or Remarks()
     if any(node.segment is not None or node.stage or info(node.target).kind in COLLECTIVE for node in graph.nodes):
+        remarks.refused("peak_order", "", "a schedule or collectives have a say in the order")
         return graph
     nodes = graph.nodes
     order = [nodes[position] for position in depth_first(predecessors(graph))]
-    if _peak(graph, order) <= WORTH * _peak(graph, nodes):
-        before = moved(graph)
-        graph.nodes = order
-        if moved(graph) > before:
-            graph.nodes = nodes
+    mine, other = _peak(graph, nodes), _peak(graph, order)
+    told = f"{100 * (mine - other) / max(mine, 1):.0f} % less memory held at most, before fusion"
+    if other > WORTH * mine:
+        remarks.refused("peak_order", "", "making values only when they are needed would hold " + (
+            "no less memory at most" if other >= mine else "hardly less memory at most"))
+        return graph
+    before = moved(graph)
+    graph.nodes = order
+    if moved(graph) > before:
+        graph.nodes = nodes
+        remarks.refused("peak_order", "", f"fewer ops would share a kernel in the better order ({told})")
+    else:
+        remarks.did("peak_order", "", f"values are made when they are needed: {told}")
     return graph
 
 

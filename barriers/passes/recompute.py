@@ -15,12 +15,15 @@ from barriers.passes.dead import eliminate_dead
 from barriers.passes.rewrite import clone, redirect
 from ir_nodes import Graph, Layout, Node, Operand, Value
 from ir_nodes.ops import info, split
+from ir_nodes.remarks import Remarks
 
 Partition = Callable[[Graph], Sequence[tuple[tuple[Node, ...], bool]]]
 """Gives the kernels that a graph would become, as nodes and whether they are fused; the others are run one by one."""
 
 LEAST = 4096
 """Bytes that must be saved."""
+MOVES_MORE = "with such copies the kernels would move more bytes in all"
+JOINS_NOTHING = "the copy would not join the kernel that it is for"
 WIDEST = 40
 """Ops that are looked at for one kernel."""
 _ELEMENTWISE = ("pointwise", "fill")
@@ -28,7 +31,7 @@ _COPIES = ("copy_", "clone", "_to_copy", "contiguous")
 _ROWS = ("softmax", "normalization", "reduction")
 
 
-def recompute_cheap(graph: Graph, partition: Partition) -> Graph:
+def recompute_cheap(graph: Graph, partition: Partition, remarks: Remarks | None = None) -> Graph:
     """Give kernels copies of the cheap ops behind their operands, where reading those ops' operands moves fewer bytes than
     writing and reading their results. Numbers stay bit for bit, for the same ops run on the same values.
 
@@ -37,13 +40,20 @@ def recompute_cheap(graph: Graph, partition: Partition) -> Graph:
     """
     before = partition(graph)
     moved = traffic(graph, before)
-    copied = _Recomputer(graph, before).run()
+    remarks = remarks or Remarks()
+    copied = _Recomputer(graph, before, remarks).run()
     if copied:
         after = partition(graph)
         home, grows = _homes(after), traffic(graph, after) >= moved
         for one in copied:
-            if grows or len({home[node] for node in (*one.nodes, *one.users) if node in home}) > 1:
+            apart = len({home[node] for node in (*one.nodes, *one.users) if node in home}) > 1
+            if grows or apart:
                 one.take_back()
+            for node in one.nodes:
+                if grows or apart:
+                    remarks.refused("recompute", node.name, MOVES_MORE if grows else JOINS_NOTHING)
+                else:
+                    remarks.did("recompute", node.name, "it is computed again instead of being written and read")
         eliminate_dead(graph)
     return graph
 
@@ -86,8 +96,8 @@ class Network:
 
 
 class _Recomputer:
-    def __init__(self, graph: Graph, kernels: Sequence[tuple[tuple[Node, ...], bool]]) -> None:
-        self.graph, self.kernels = graph, kernels
+    def __init__(self, graph: Graph, kernels: Sequence[tuple[tuple[Node, ...], bool]], remarks: Remarks) -> None:
+        self.graph, self.kernels, self.remarks = graph, kernels, remarks
         self.place = {node: position for position, node in enumerate(graph.nodes)}
         self.home = _homes(kernels)
         self.newer = {old: new for values in graph.values for old, new in zip(values, values[1:])}
@@ -121,7 +131,11 @@ class _Recomputer:
         if not users:
             return None
         begin = min(self.place[user] for user in users)
-        if not self._fits(cut, [one for one in sinks if one not in cut], number, begin):
+        gone = [one for one in sinks if one not in cut]
+        if not self._fits(cut, gone, number, begin):
+            for one in gone:
+                assert one.producer is not None
+                self.remarks.refused("recompute", one.producer.name, "what it is computed from would have to be kept for longer")
             return None
         for value in cut:
             self.kept_until[value] = max(self._kept_until(value), end)
