@@ -14,8 +14,8 @@ from codegen import forms
 from codegen.aligned import cover, peel, walked
 from codegen.body import Body, Step, reduced_flags
 from codegen.instructions import FULL
-from codegen.online import pairs
 from codegen.product import Product
+from codegen.row_blocks import loads, narrow, row_block, warps_resident
 from codegen.tuning import Tuning, power_of_two, snug_block
 from ir_nodes import settings
 
@@ -129,15 +129,10 @@ def _warps(elements: int, per_lane: int, most: int = 16) -> int:
     return max(1, min(most, power_of_two(elements // (32 * per_lane))))
 
 
-def _narrow(body: Body) -> bool:
-    """True where operands over the whole space have 16-bit elements or shorter ones."""
-    return any(step.access.dtype.itemsize <= 2 for step in body.steps if step.access is not None and step.level == FULL)
-
-
 def _lane(body: Body, tuning: Tuning) -> int:
     """Elements per thread of a body that reduces nothing: as many as its operands allow, so that threads with many of them have
     registers for all."""
-    lane = tuning.pointwise_lane * (2 if _narrow(body) else 1)
+    lane = tuning.pointwise_lane * (2 if narrow(body) else 1)
     widths = [(step.stage, step.access.dtype.itemsize) for step in body.steps if step.access is not None and step.level == FULL]
     moved, widest = sum(width for _, width in widths), max((width for _, width in widths), default=4)
     if ("store", 1) in widths and widest > 1:  # so that threads have as many elements of a mask as of what it masks
@@ -145,12 +140,6 @@ def _lane(body: Body, tuning: Tuning) -> int:
     while lane > 4 and lane * moved > tuning.thread_bytes:
         lane //= 2
     return lane
-
-
-def _loads(body: Body) -> int:
-    """How many operands a reduction reads element by element, each from a place of its own."""
-    full = [step for step in body.steps if step.stage == "load" and step.level == FULL]
-    return sum(math.prod(n for n, stride in step.form if stride) * 2 > body.numel for step in full)
 
 
 def _pointwise(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuning) -> Tile:
@@ -221,13 +210,16 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
         block_r, block_x = 1, min(128, power_of_two(body.kept))
     elif column:
         block_r, block_x, looped = _column_blocks(body, tuning, looped)
-        lane = tuning.loop_lane if looped and _loads(body) < 2 else tuning.lane
+        lane = tuning.loop_lane if looped and loads(body) < 2 else tuning.lane
     else:
-        block_r, looped, lane = _row_block(body, tuning, looped)
+        block_r, looped, lane = row_block(body, tuning, looped)
         block_x = 1 if looped else min(max(tuning.tile // block_r, 1), power_of_two(body.kept))
+    warps = _warps(block_x * block_r, tuning.pointwise_lane if body.crowded else lane, 32)
+    if looped and not column and not share and warps_resident(body, tuning) > warps:
+        warps = warps_resident(body, tuning)
+        block_r = max(block_r, min(warps * 256, power_of_two(extent)))
     axis_x, axis_r = Axis(kept, body.kept, block_x), Axis(gone, extent, block_r)
     axes = (axis_r, axis_x, None) if column else (axis_x, axis_r, None)
-    warps = _warps(block_x * block_r, tuning.pointwise_lane if body.crowded else lane, 32)
     stages = tuning.stages if looped and not body.crowded else 1
     tile = Tile(dims, strides, axes, 0 if column else 1, looped, share, warps, stages, shares=shares)
     alone = not looped and block_x == 1 and extent > tuning.covered
@@ -240,7 +232,7 @@ def mixed_blocks(body: Body, tuning: Tuning) -> tuple[int, int, int, int, int]:
     """(rows per step, a row's block, warps, rows per program, programs) where columns are reduced beside rows."""
     along = power_of_two(body.extent + (7 if body.extent % 8 else 0))
     down = min(max(tuning.mixed_tile // along, 1), power_of_two(body.kept))
-    held = _loads(body) + sum(step.across and step.stage == "reduce" for step in body.steps)
+    held = loads(body) + sum(step.across and step.stage == "reduce" for step in body.steps)
     warps = _warps(down * along, tuning.wide_lane if held <= 4 else tuning.lane)
     programs = tuning.cores * max((8 if held > 2 else 16) // warps, 1)
     share = -(-body.kept // (programs * down)) * down
@@ -269,21 +261,6 @@ def _column_blocks(body: Body, tuning: Tuning, split: bool) -> tuple[int, int, b
     limit = max(tuning.column_tile // width, 1)
     looped = split or power_of_two(body.extent) > limit * 2
     return min(power_of_two(body.extent), limit if looped else limit * 2), width, looped
-
-
-def _row_block(body: Body, tuning: Tuning, split: bool) -> tuple[int, bool, int]:
-    """(elements per step, looped?, elements per thread) where rows are reduced."""
-    loads, extent = _loads(body), power_of_two(body.extent + (7 if body.extent % 8 and body.extent > tuning.covered else 0))
-    wasteful = body.extent % 8 != 0 and extent > tuning.short_row and extent * 3 > body.extent * tuning.padded
-    if not split and wasteful and settings.enabled("aligned_rows"):
-        return snug_block(body.extent + 7, min(tuning.looped, 2 * tuning.short_row), 512), True, tuning.lane
-    if not split and extent <= tuning.persistent // (1 if loads < 2 else 2):
-        highest = any(step.stage == "reduce" and step.text != "add" or step.stage == "scan" for step in body.steps)
-        wide = extent > tuning.short_row and body.extent % 8 == 0 and _narrow(body) and loads < 2 and not highest
-        return extent, False, tuning.wide_lane if wide else tuning.lane
-    if any(pairs(body)):
-        return min(tuning.online, extent), True, tuning.online_lane
-    return min(tuning.looped, extent), True, tuning.loop_lane if loads < 2 else tuning.lane
 
 
 def _along_kept(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple[bool, ...]) -> bool:

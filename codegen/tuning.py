@@ -36,7 +36,8 @@ class Tuning:
     reduced. ``stages``: how many steps ahead loops load. ``programs``: how many programs keep the machine busy; ``cores``:
     its multiprocessors. ``persistent``: the longest reduction held in registers,
     unless it lies off 16-byte boundaries and would fill less than three of ``padded`` parts of the registers: that wastes more
-    instructions than walking it again. ``split_column`` and ``split_row``: the
+    instructions than walking it again. ``resident``: MiB of rows that are worked on at a time where rows are walked more than
+    once, so that the cache holds them, or 0. ``split_column`` and ``split_row``: the
     longest reduction that is left to one program where there are few results; ``split_numel``: below so many elements none is
     split. ``mixed_row``, ``mixed_rows``: the longest row and the fewest rows that are reduced together with columns,
     ``mixed_tile``: elements per step of that, ``shared_bytes``: what its loads ahead may take of a multiprocessor's memory.
@@ -53,6 +54,7 @@ class Tuning:
     persistent: int = 32768
     short_row: int = 2048
     padded: int = 4
+    resident: int = 0
     looped: int = 4096
     online: int = 2048
     column_width: int = 128

@@ -82,3 +82,13 @@ def test_rows_that_would_leave_registers_empty_are_looped_over() -> None:
 def test_programs_of_one_row_need_no_mask_for_it() -> None:
     (step,) = kernels(plan(record(lambda x: x.softmax(-1), rows(64, 4096))[0].graph))
     assert "m0" not in step.kernel.source
+
+
+def test_rows_that_are_walked_again_may_be_kept_in_the_cache() -> None:
+    """More threads for each row, so that fewer rows are under way; one pass over them needs no cache."""
+    graphs = [record(program, rows(4, 50257))[0].graph for program in (lambda x: x.softmax(-1), lambda x: x.logsumexp(-1))]
+    usual, kept = ([kernels(plan(graph, tuning=HOPPER.changed(text)))[0].kernel.num_warps for graph in graphs]
+                   for text in ("", "resident=32"))
+    assert usual == [4, 4] and kept == [32, 4]
+    short = HOPPER.changed("persistent=64,looped=64,online=64,resident=1,cores=100")
+    check(lambda x: x.softmax(-1), rows(2, 1003), count=1, tuning=short)

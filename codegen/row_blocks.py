@@ -1,0 +1,47 @@
+"""How much of a row a program that reduces rows works on at a time, with how many threads. Imports codegen's leaf modules."""
+
+from __future__ import annotations
+
+import math
+
+from codegen.body import Body
+from codegen.instructions import FULL
+from codegen.online import pairs
+from codegen.tuning import Tuning, power_of_two, snug_block
+from ir_nodes import settings
+
+
+def narrow(body: Body) -> bool:
+    """True where operands over the whole space have 16-bit elements or shorter ones."""
+    return any(step.access.dtype.itemsize <= 2 for step in body.steps if step.access is not None and step.level == FULL)
+
+
+def loads(body: Body) -> int:
+    """How many operands a reduction reads element by element, each from a place of its own."""
+    full = [step for step in body.steps if step.stage == "load" and step.level == FULL]
+    return sum(math.prod(n for n, stride in step.form if stride) * 2 > body.numel for step in full)
+
+
+def row_block(body: Body, tuning: Tuning, split: bool) -> tuple[int, bool, int]:
+    """(elements per step, looped?, elements per thread) where rows are reduced."""
+    reads, extent = loads(body), power_of_two(body.extent + (7 if body.extent % 8 and body.extent > tuning.covered else 0))
+    wasteful = body.extent % 8 != 0 and extent > tuning.short_row and extent * 3 > body.extent * tuning.padded
+    if not split and wasteful and settings.enabled("aligned_rows"):
+        return snug_block(body.extent + 7, min(tuning.looped, 2 * tuning.short_row), 512), True, tuning.lane
+    if not split and extent <= tuning.persistent // (1 if reads < 2 else 2):
+        highest = any(step.stage == "reduce" and step.text != "add" or step.stage == "scan" for step in body.steps)
+        wide = extent > tuning.short_row and body.extent % 8 == 0 and narrow(body) and reads < 2 and not highest
+        return extent, False, tuning.wide_lane if wide else tuning.lane
+    if any(pairs(body)):
+        return min(tuning.online, extent), True, tuning.online_lane
+    return min(tuning.looped, extent), True, tuning.loop_lane if reads < 2 else tuning.lane
+
+
+def warps_resident(body: Body, tuning: Tuning) -> int:
+    """Warps per row with which the rows that the machine works on at a time stay in its cache until they are walked again."""
+    merged = {id(term) for total in pairs(body) for term in (total.args[0], total.args[0].args[0])}
+    again = any(step.level == FULL and step.phase and id(step) not in merged for step in body.steps)
+    if not tuning.resident or not again:
+        return 1
+    row = sum(step.access.dtype.itemsize for step in body.steps if step.stage == "load" and step.level == FULL and step.access)
+    return max(1, min(32, power_of_two(tuning.cores * 64 * row * body.extent // (tuning.resident << 20))))
