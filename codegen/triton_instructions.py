@@ -37,6 +37,20 @@ COMBINE = {
 }
 
 
+def in_bfloat16(step: Step) -> bool:
+    """True for a sum, difference or product of two bfloat16 numbers, or for one of them chosen or negated: where that is rounded
+    again, the compiler takes the machine's bfloat16 instructions, which work on two at a time."""
+    return step.text in ("{0} + {1}", "{0} - {1}", "{0} * {1}") and all(map(is_bfloat16, step.args)) or is_bfloat16(step)
+
+
+def is_bfloat16(step: Step, depth: int = 3) -> bool:
+    """True where a bfloat16 number is known to be held as a float32, looking through ``depth`` choices and negations."""
+    if step.stage == "load":
+        return step.access is not None and step.access.dtype is torch.bfloat16
+    chosen = {"-{0}": step.args, "tl.where({0}, {1}, {2})": step.args[1:]}.get(step.text, ())
+    return step.text == BF16_ROUNDING or depth > 0 and bool(chosen) and all(is_bfloat16(arg, depth - 1) for arg in chosen)
+
+
 class InstructionWriter(IndexWriter):
     """Knows each step's name; writes a step, wherever the caller is in the kernel."""
 
@@ -44,7 +58,7 @@ class InstructionWriter(IndexWriter):
         super().__init__(body, tile, arguments)
         self._names: dict[int, str] = {}
         self._emitted: set[int] = set()
-        self._computed_with = {id(arg) for step in body.steps if step.stage != "store" for arg in step.args}
+        self._wide = {id(arg) for step in body.steps if step.stage != "store" and not in_bfloat16(step) for arg in step.args}
 
     def _name(self, step: Step) -> str:
         return self._names.setdefault(id(step), f"t{len(self._names)}")
@@ -90,9 +104,9 @@ class InstructionWriter(IndexWriter):
             self._line(f"{self._name(step)} = tl.full([], {step.text}, {TRITON_TYPES[step.dtype]})")
 
     def _text(self, step: Step) -> str:
-        """The expression; where the next one is computed with a value rounded to bfloat16, rounding is one instruction."""
-        inner = step.level == FULL and id(step) in self._computed_with
-        return "_bf16({0})" if inner and self.tile.packs and step.text == BF16_ROUNDING else step.text
+        """The expression; where float32 is computed with a value rounded to bfloat16, rounding is one instruction."""
+        wide = step.level == FULL and id(step) in self._wide and not in_bfloat16(step.args[0])
+        return "_bf16({0})" if wide and self.tile.packs and step.text == BF16_ROUNDING else step.text
 
     def _pointer(self, step: Step) -> str:
         assert step.access is not None
