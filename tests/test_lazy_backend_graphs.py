@@ -113,6 +113,22 @@ def test_graphs_of_one_stream_share_their_memory() -> None:
     assert torch.cuda.memory_reserved() == before
 
 
+def test_results_survive_the_replays_of_other_graphs() -> None:
+    """Graphs of one stream share the memory of their intermediate results, whichever was captured first."""
+    models, twins = ([mlp(seed).to(device) for seed in range(3)] for device in ("lazysched", "cuda"))
+    held = []
+    before = replays()
+    with torch.no_grad():
+        for _ in range(8):
+            x = torch.randn(8, 32)
+            for which in (0, 1, 2, 1, 0):
+                held.append((models[which](x.to("lazysched")), twins[which](x.cuda())))
+                lazy_backend.mark_step()
+    assert replays() - before >= 15
+    for ours, theirs in held:
+        torch.testing.assert_close(ours.cpu(), theirs.cpu(), rtol=1e-4, atol=1e-5)
+
+
 def products(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """ATen calls alone, so that a program has nothing but a graph to launch."""
     for _ in range(6):
