@@ -22,6 +22,11 @@ def loads(body: Body) -> int:
     return sum(math.prod(n for n, stride in step.form if stride) * 2 > body.numel for step in full)
 
 
+def loop_lane(body: Body, tuning: Tuning) -> int:
+    """Elements per thread where one operand is summed up in a loop; what reads several, or scans, has fewer at a time."""
+    return tuning.loop_lane if loads(body) < 2 and not any(step.stage == "scan" for step in body.steps) else tuning.lane
+
+
 def row_block(body: Body, tuning: Tuning, split: bool) -> tuple[int, bool, int]:
     """(elements per step, looped?, elements per thread) where rows are reduced."""
     reads, extent = loads(body), power_of_two(body.extent + (7 if body.extent % 8 and body.extent > tuning.covered else 0))
@@ -34,7 +39,7 @@ def row_block(body: Body, tuning: Tuning, split: bool) -> tuple[int, bool, int]:
         return extent, False, tuning.wide_lane if wide else tuning.lane
     if any(pairs(body)):
         return min(tuning.online, extent), True, tuning.online_lane
-    return min(tuning.looped, extent), True, tuning.loop_lane if reads < 2 else tuning.lane
+    return min(tuning.looped, extent), True, loop_lane(body, tuning)
 
 
 def warps_resident(body: Body, tuning: Tuning) -> int:

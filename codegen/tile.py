@@ -15,7 +15,7 @@ from codegen.aligned import cover, peel, walked
 from codegen.body import Body, Step, reduced_flags
 from codegen.instructions import FULL
 from codegen.product import Product
-from codegen.row_blocks import loads, narrow, row_block, warps_resident
+from codegen.row_blocks import loads, loop_lane, narrow, row_block, warps_resident
 from codegen.tuning import Tuning, power_of_two, snug_block
 from ir_nodes import settings
 
@@ -210,7 +210,7 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
         block_r, block_x = 1, min(128, power_of_two(body.kept))
     elif column:
         block_r, block_x, looped = _column_blocks(body, tuning, looped)
-        lane = tuning.loop_lane if looped and loads(body) < 2 else tuning.lane
+        lane = loop_lane(body, tuning) if looped else tuning.lane
     else:
         block_r, looped, lane = row_block(body, tuning, looped)
         block_x = 1 if looped else min(max(tuning.tile // block_r, 1), power_of_two(body.kept))
