@@ -7,7 +7,7 @@ readers wait for it.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Sequence
+from typing import Container, NamedTuple, Sequence
 
 from ir_nodes import BufferKind, Graph, Node
 from ir_nodes.estimate import Cost
@@ -35,8 +35,9 @@ def last_uses(nodes: Sequence[Node]) -> dict[int, int]:
     return {buffer: position for position, node in enumerate(nodes) for buffer in touched(node)}
 
 
-def memory(graph: Graph, nodes: Sequence[Node]) -> list[int]:
-    """Bytes held while each of ``nodes`` runs, in this order. What is alive when the recording ends stays; so do inputs alive."""
+def memory(graph: Graph, nodes: Sequence[Node], without: Container[int] = ()) -> list[int]:
+    """Bytes held while each of ``nodes`` runs, in this order. What is alive when the recording ends stays; so do inputs alive.
+    ``without``: buffers that take none."""
     last = last_uses(nodes)
     there = {buffer.index: buffer.kind is BufferKind.INPUT for buffer in graph.buffers}
     held = sum(buffer.nbytes for buffer in graph.buffers if buffer.kind is BufferKind.INPUT and buffer.index in last)
@@ -45,7 +46,7 @@ def memory(graph: Graph, nodes: Sequence[Node]) -> list[int]:
         gone = 0
         for index in touched(node):
             buffer = graph.buffers[index]
-            if buffer.kind is BufferKind.GENERATOR:
+            if buffer.kind is BufferKind.GENERATOR or index in without:
                 continue
             if not there[index]:
                 there[index] = True

@@ -13,6 +13,7 @@ from typing import Callable, Sequence
 from barriers.passes.cse import merge_common
 from barriers.passes.dead import eliminate_dead
 from barriers.passes.fold import forward_copies
+from barriers.passes.memory_budget import Unstored, fit_budget
 from barriers.passes.noops import eliminate_noops
 from barriers.passes.peak_order import lower_peak
 from barriers.passes.recompute import Partition, recompute_cheap, traffic
@@ -30,9 +31,10 @@ PASSES: tuple[Pass, ...] = (
 """On the order in which the program recorded."""
 
 
-def ordered_passes(partition: Partition | None = None, remarks: Remarks | None = None) -> list[Pass]:
+def ordered_passes(partition: Partition | None = None, remarks: Remarks | None = None,
+                   unstored: Unstored | None = None) -> list[Pass]:
     """The passes over an ordered graph that the settings allow, in the order in which nodes will run. ``partition``: tells what
-    would share a kernel; None: nothing. ``remarks`` are told what each does."""
+    would share a kernel; None: nothing. ``remarks`` are told what each does. ``unstored``: tells which buffers need no memory."""
     def fold(graph: Graph) -> Graph:
         return forward_copies(graph, remarks)
 
@@ -49,10 +51,14 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
     def peak_order(graph: Graph) -> Graph:
         return lower_peak(graph, lambda one: traffic(one, partition(one)) if partition is not None else 0, remarks)
 
+    def memory_budget(graph: Graph) -> Graph:
+        return fit_budget(graph, settings.current().memory_budget, partition, unstored)
+
     passes: tuple[tuple[str, Pass], ...] = (
         ("fold", fold), ("fold", eliminate_dead), ("cse", cse), ("recompute", recompute), ("peak_order", peak_order),
     )
-    return [step for name, step in passes if settings.enabled(name)]
+    allowed = [step for name, step in passes if settings.enabled(name)]
+    return [*allowed, memory_budget] if settings.current().memory_budget else allowed
 
 
 @dataclass(frozen=True, slots=True)

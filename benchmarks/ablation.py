@@ -1,6 +1,7 @@
 """What each optimisation brings: a training step planned with all of them, and without each in turn. Imports `benchmarks` parts.
 
     python -m benchmarks.ablation --models gpt2 bert
+    python -m benchmarks.ablation --models gpt2 --budgets 0.65 0.5
 
 Nothing runs, so no GPU is needed and full sizes cost no memory: a step is recorded (forward, backward, AdamW), planned as for
 a GPU. Kernels, ATen calls, bytes moved, the time that a roofline expects of them, and memory held at most; see
@@ -48,17 +49,17 @@ def recorded(name: str, full: bool) -> list[torch.Tensor]:
     return [loss, *(one.grad for one in parameters if one.grad is not None), *parameters, *moments]
 
 
-def planned(tensors: list[torch.Tensor], disable: str) -> dict[str, Any]:
+def planned(tensors: list[torch.Tensor], disable: str = "", budget: int = 0) -> dict[str, Any]:
     from codegen.combo import combine
     from codegen.explanation import explain
     from codegen.fuse import plan
     from lazy_backend.explain import optimised
 
-    with settings.override(disable=disable):
+    with settings.override(disable=disable, memory_budget=budget):
         graph = optimised(tensors)
         found = explain(graph, combine(plan(graph)), CUDA, False)
     return {
-        "without": disable or "nothing",
+        "without": f"more than {budget / 2**30:.2f} GiB" if budget else disable or "nothing",
         "kernels": found.kernels,
         "calls": len(found.steps) - found.kernels,
         "moved_bytes": found.moved,
@@ -70,17 +71,22 @@ def planned(tensors: list[torch.Tensor], disable: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=TASKS, default=["gpt2"], metavar="MODEL", help=", ".join(TASKS))
+    parser.add_argument("--budgets", nargs="+", type=float, help="instead: parts of the peak that LAZYSCHED_MEMORY_BUDGET leaves")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try it out")
     options = parser.parse_args()
     results: dict[str, list[dict[str, Any]]] = {}
     with settings.override(auto_barrier=False, max_pending_bytes=PENDING, engine="triton"):
         for name in options.models:
             tensors = recorded(name, not options.tiny)
-            rows = [planned(tensors, off) for off in ("", *PLANNED)]
+            rows = [planned(tensors)]
+            if options.budgets:
+                rows += [planned(tensors, budget=int(part * rows[0]["held_bytes"])) for part in options.budgets]
+            else:
+                rows += [planned(tensors, off) for off in PLANNED]
             results[name] = rows
             show(name, rows)
     if not options.tiny:
-        save("ablation", results)
+        save("memory-budget" if options.budgets else "ablation", results)
 
 
 def show(name: str, rows: list[dict[str, Any]]) -> None:

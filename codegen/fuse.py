@@ -8,7 +8,6 @@ cycles.
 
 from __future__ import annotations
 
-import heapq
 from types import MappingProxyType
 from typing import Collection, Iterable, Mapping, Sequence
 
@@ -272,18 +271,23 @@ class Fuser:
 
 
 def sort_groups(groups: Sequence[Group]) -> list[Group]:
-    """Dependency order, otherwise by stage and each group's first node."""
-    waiting = {group: len(group.preds) for group in groups}
-    first = {group: (group.stage, group.units[0].position) for group in groups}
-    ready = [(first[group], group) for group in groups if not waiting[group]]
-    heapq.heapify(ready)
-    out: list[Group] = []
-    while ready:
-        _, group = heapq.heappop(ready)
-        out.append(group)
-        for follower in group.succs:
-            waiting[follower] -= 1
-            if not waiting[follower]:
-                heapq.heappush(ready, (first[follower], follower))
+    """By stage and each group's first node; what a group waits for, and nothing else, comes before it where it would come later.
+
+    So a value that is computed again for backward is computed there, although it could be long before.
+    """
+    order = sorted(groups, key=lambda group: (group.stage, group.units[0].position))
+    place = {group: number for number, group in enumerate(order)}
+    begun: set[Group] = set()
+    done: dict[Group, None] = {}
+    for last in order:
+        waiting = [last]
+        while waiting:
+            group = waiting[-1]
+            missing = [] if group in begun else [other for other in group.preds if other not in done]
+            begun.add(group)
+            waiting += sorted(missing, key=place.__getitem__, reverse=True)
+            if not missing:
+                done[waiting.pop()] = None
+    out = list(done)
     assert len(out) == len(groups), "fusion made a cycle"
     return out

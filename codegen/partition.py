@@ -1,9 +1,9 @@
-"""Which nodes would share a kernel, before any kernel is made: what `barriers.passes.recompute` asks. Imports `ir_nodes` and
-codegen's planning modules."""
+"""Which nodes would share a kernel and what that leaves in memory, before any kernel is made: what passes ask. Imports `ir_nodes`
+and codegen's planning modules."""
 
 from __future__ import annotations
 
-from codegen.fuse import fused, units_of
+from codegen.fuse import fused, units_of, users_of
 from codegen.lowered import Lowered
 from codegen.tuning import HOPPER, Tuning
 from ir_nodes import Graph, Node
@@ -17,3 +17,15 @@ def partition(graph: Graph, tuning: Tuning = HOPPER, lowered: Lowered | None = N
     """
     groups = fused(units_of(graph, (), tuning, lists=False, lowered=lowered), tuning, {}).groups()
     return [(tuple(dict.fromkeys(unit.node for unit in group.units)), group.fusible) for group in groups]
+
+
+def unstored(graph: Graph, tuning: Tuning = HOPPER, lowered: Lowered | None = None) -> set[int]:
+    """Buffers whose values would never leave a kernel, or would be computed again by everyone who reads them."""
+    groups = fused(units_of(graph, (), tuning, lists=False, lowered=lowered), tuning, {}).groups()
+    home = {unit: group for group in groups for unit in group.units}
+    readers = users_of(list(home))
+    lasting = set(graph.outputs())
+    stored = {value.buffer.index for unit, group in home.items() for value in unit.makes
+              if value in lasting or not group.fusible or any(home[user] is not group for user in readers.get(value, ()))}
+    written = {write.value.buffer.index for node in graph.nodes for write in node.all_writes()}
+    return written - stored

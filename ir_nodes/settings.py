@@ -33,6 +33,7 @@ class Settings:
     auto_barrier: bool
     max_ops: int
     max_pending_bytes: int  # 0: chosen by the device
+    memory_budget: int  # 0: none
     cache_dir: Path
     cache_size: int
     debug: frozenset[str]
@@ -89,7 +90,7 @@ def _positive(text: str) -> int:
 
 
 def _bytes(text: str) -> int:
-    if text == "auto":
+    if text in ("auto", "none"):
         return 0
     match = re.fullmatch(r"([0-9]+)([KMG]?)", text)
     if not match:
@@ -138,6 +139,9 @@ _ROWS = (
     _row("max_ops", "an integer above 0", "20000", _positive, "recorded ops that force a barrier"),
     _row("max_pending_bytes", "auto or bytes such as 4096, 64K, 512M, 2G", "auto", _bytes,
          "bytes of unrun results that force a barrier; auto (or 0): chosen by the device"),
+    _row("memory_budget", "none or bytes such as 512M, 20G", "none", _bytes,
+         "bytes that a step may hold, its inputs and results included, before values are computed again instead of being kept",
+         changes_code=True),
     _row("cache_dir", "a path", "~/.cache/lazysched", _path,
          "folder of compiled code; by default in `$XDG_CACHE_HOME` where that is set"),
     _row("cache_size", "an integer above 0", "256", _positive, "executables kept in memory, the least recently used goes first"),

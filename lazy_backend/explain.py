@@ -22,7 +22,7 @@ from codegen.explanation import Explanation, StepFacts
 from codegen.explanation import explain as explain_plan
 from codegen.fuse import plan
 from codegen.lowered import Lowered
-from codegen.partition import partition
+from codegen.partition import partition, unstored
 from ir_nodes import BufferKind, Graph, settings
 from ir_nodes.node import Frame
 from ir_nodes.remarks import Remarks
@@ -85,7 +85,8 @@ def optimised(tensors: torch.Tensor | Iterable[torch.Tensor]) -> Graph:
 def recorded_for(tensors: torch.Tensor | Iterable[torch.Tensor]) -> Told:
     """`optimised`, and what the passes told."""
     remarks = Remarks()
-    graph = run_passes(debug.graph(tensors), ordered_passes(partial(partition, lowered=Lowered()), remarks))[0]
+    shared, gone = (partial(one, lowered=Lowered()) for one in (partition, unstored))
+    graph = run_passes(debug.graph(tensors), ordered_passes(shared, remarks, gone))[0]
     for buffer, values in zip(graph.buffers, graph.values):
         buffer.live = buffer.live or buffer.kind is BufferKind.INPUT and len(values) == 1  # others than ``tensors`` hold it
     return graph, remarks

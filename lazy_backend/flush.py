@@ -18,7 +18,7 @@ from codegen import engines
 from codegen.engine import Context, EngineError
 from codegen.executable import Emit, Program, assemble
 from codegen.lowered import Lowered
-from codegen.partition import partition
+from codegen.partition import partition, unstored
 from ir_nodes import Graph, printer, settings
 from ir_nodes.remarks import Remarks
 from lazy_backend import core, holding, orders, varying
@@ -69,8 +69,8 @@ def compile_recording(native: ModuleType, recording: Recording, device: int) -> 
         for check in before_first_run:
             check(graph)
     if not orders.debugging():  # which runs the program's order too
-        shared = partial(partition, lowered=lowered) if engine_name() == "triton" else None
-        graph, _ = run_passes(graph, ordered_passes(shared, remarks), check=now.verify)
+        shared, gone = (partial(one, lowered=lowered) if engine_name() == "triton" else None for one in (partition, unstored))
+        graph, _ = run_passes(graph, ordered_passes(shared, remarks, gone), check=now.verify)
     if "graph" in now.debug:
         print(printer.text(graph), file=sys.stderr)
     for watch in watchers:
