@@ -164,6 +164,8 @@ CASES = [
     Case("softmax+cumsum", lambda x: x.softmax(-1).cumsum(-1), _rows(), 2, MATRIX),
     Case("transpose+add", lambda x, y: x.t() + y, lambda s, new, _: [new(s[1], s[0]), new(*s)], 3, SQUARE),
     Case("dropout+add", lambda x, y: F.dropout(x, 0.1) + y, _rows(tensors=2), 3, MATRIX, random=True),
+    Case("dropout+add+norm", lambda x, y, w, b: add_norm(F.dropout(x, 0.1), y, w, b), _rows(vectors=2, tensors=2), 4, MATRIX,
+         random=True),
     Case("embedding", lambda i, w: F.embedding(i, w), lambda s, new, index: [index(50257, s[0] * 8), new(50257, s[1])], 0,
          {"large": (16384, 768), "odd": (2047, 771), "small": (16, 768)}),
     Case("cast chain", cast_chain, _rows(), 2, MATRIX),
