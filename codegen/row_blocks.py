@@ -27,11 +27,16 @@ def loop_lane(body: Body, tuning: Tuning) -> int:
     return tuning.loop_lane if loads(body) < 2 and not any(step.stage == "scan" for step in body.steps) else tuning.lane
 
 
+def may_walk_again(body: Body) -> bool:
+    """True where a row lies off 16-byte boundaries, is read in vectors nevertheless, and draws no numbers, which cost much."""
+    plain = not any(step.stage in ("random", "take", "gather") for step in body.steps)
+    return body.extent % 8 != 0 and plain and settings.enabled("aligned_rows")
+
+
 def row_block(body: Body, tuning: Tuning, split: bool) -> tuple[int, bool, int]:
     """(elements per step, looped?, elements per thread) where rows are reduced."""
     reads, extent = loads(body), power_of_two(body.extent + (7 if body.extent % 8 and body.extent > tuning.covered else 0))
-    wasteful = body.extent % 8 != 0 and extent > tuning.short_row and extent * 3 > body.extent * tuning.padded
-    if not split and wasteful and settings.enabled("aligned_rows"):
+    if not split and extent > tuning.short_row and extent * 3 > body.extent * tuning.padded and may_walk_again(body):
         return snug_block(body.extent + 7, min(tuning.looped, 2 * tuning.short_row), 512), True, tuning.lane
     if not split and extent <= tuning.persistent // (1 if reads < 2 else 2):
         highest = any(step.stage == "reduce" and step.text != "add" or step.stage == "scan" for step in body.steps)

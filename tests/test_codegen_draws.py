@@ -143,6 +143,15 @@ def test_numbers_are_drawn_where_their_elements_lie(dtype: torch.dtype) -> None:
     assert wide <= elements // 4 * 20 + 4, wide
 
 
+def test_numbers_are_not_drawn_again_for_each_pass_over_a_row() -> None:
+    """A row that would be walked thrice if it were only read."""
+    recording, result, _, _ = dropout_graph(data(64, 2501, dtype=torch.bfloat16))
+    sums = Access(recording.graph.add_buffer(2 * 64 * 2501, live=True), result.layout, "w")
+    recording.graph.record("aten::_softmax", [Access(result.buffer, result.layout), 1, False], [sums])
+    (step,) = kernels(plan(recording.graph))
+    assert "_philox(seed" in step.kernel.source and "tl.range" not in step.kernel.source
+
+
 @pytest.mark.parametrize("make", [
     lambda: data(12, 40).t(), lambda: data(4, 6, 10).permute(2, 0, 1), lambda: data(30, 40)[:, 3:30],
     lambda: data(1, 40).expand(20, 40),
