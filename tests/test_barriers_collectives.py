@@ -10,8 +10,10 @@ import lazy_backend.distributed.collectives  # noqa: F401  (defines the ops)
 from barriers.collectives import join_launches, part_stages, release_waits, sink_waits, starts
 from barriers.dependencies import predecessors
 from barriers.passes.dead import eliminate_dead
+from barriers.pipeline import ordered_passes, run_passes
 from codegen.fuse import plan
 from codegen.kernel import KernelStep
+from codegen.partition import partition
 from ir_nodes import Access, BufferKind, Graph, Layout, SegmentCall
 from ir_nodes.node import Buffer
 from ir_nodes.ops import info
@@ -131,6 +133,29 @@ def test_sends_and_receives_side_by_side_start_together() -> None:
     sink_waits(graph)
     join_launches(graph)
     assert names(graph) == "send recv launch launch wait sin wait"
+    verify(graph)
+
+
+def test_a_batch_of_sends_and_receives_is_one_group_of_steps_whatever_fuses_around_it() -> None:
+    """Nothing comes between its parts: not work that was recorded with its readers, nor a copy for a kernel behind it."""
+    graph = Graph()
+    x, y, z = given(graph), given(graph), given(graph)
+    sent, cheap = sin(graph, x), sin(graph, z)
+    for name, outs, ins in (("send", [], [Access(sent, FOUR)]), ("recv", [Access(y, FOUR, "w")], []),
+                            ("send", [], [Access(cheap, FOUR)])):
+        graph.record(f"lazysched::{name}", [outs, ins, [1, 0], "", "0"])
+        graph.record("lazysched::launch", [[Access(out.buffer, FOUR) for out in outs], ins, "0"])
+        graph.record("lazysched::wait", [[Access(out.buffer, FOUR, "rw") for out in outs], ins])
+    sin(graph, sin(graph, y), live=True)
+    sin(graph, cheap, live=True)
+    sink_waits(graph)
+    join_launches(graph)
+    part_stages(graph)
+    graph = run_passes(graph, ordered_passes(partition))[0]
+    steps = plan(graph).steps
+    told = ["kernel" if isinstance(step, KernelStep) else step.node.name for step in steps]
+    first = told.index("send")
+    assert told[first : first + 6] == ["send", "recv", "send", "launch", "launch", "launch"]
     verify(graph)
 
 
