@@ -128,18 +128,22 @@ class Part:
     def renamed(self, names: Mapping[Named, Named]) -> Part:
         """The same with other values and number inputs, as ``names`` tells for each of its own."""
         made: dict[Instr, Instr] = {}
+        accesses: list[tuple[str, MemAccess]] = []
         for i in self.instrs:
             access, payload = i.access, i.payload
             if access is not None:
                 value: Any = names[access.value]
                 access = MemAccess(value, access.form, access.dtype, access.byte_offset, access.level, access.low, access.high,
                                    access.index_stride, access.shift, access.scattered)
+                accesses.append(("w" if i.kind in ("store", "put") else "r", access))
             if i.kind == "scalar":
                 payload = names[payload]  # type: ignore[index]
             made[i] = Instr(i.kind, i.dtype, i.level, tuple([made[arg] for arg in i.args]), i.text, access, payload, i.rounded)
         other = Part(self.node, self.numel, self.reduced, list(made.values()), self.column, self.after)
         key, old = self.structure
         other._structure = key, tuple([names[name] for name in old])
+        facts = self.facts
+        other._facts = Facts(tuple(accesses), facts.patterns, facts.kinds, facts.moved, facts.waits, facts.scans)
         return other
 
     def accesses(self) -> Accesses:

@@ -127,7 +127,7 @@ def lower(node: Node, scratch: int, tuning: Tuning = HOPPER, known: Known | None
         parts = lower_foreach(node)
     else:
         parts = _lower_named(node, scratch, tuning, known)
-    for part in parts:
+    for part in parts if len(parts) == 1 else {id(part.structure[0]): part for part in parts}.values():  # a list's are alike
         check_part(part)
     return parts
 
