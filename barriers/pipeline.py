@@ -52,7 +52,7 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
         return lower_peak(graph, lambda one: traffic(one, partition(one)) if partition is not None else 0, remarks)
 
     def memory_budget(graph: Graph) -> Graph:
-        return fit_budget(graph, settings.current().memory_budget, partition, unstored)
+        return fit_budget(graph, settings.current().memory_budget, partition, unstored, remarks)
 
     passes: tuple[tuple[str, Pass], ...] = (
         ("fold", fold), ("fold", eliminate_dead), ("cse", cse), ("recompute", recompute), ("peak_order", peak_order),

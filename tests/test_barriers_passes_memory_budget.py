@@ -20,6 +20,7 @@ from codegen.fuse import plan
 from codegen.partition import partition, unstored
 from ir_nodes import Graph
 from ir_nodes.estimate import CUDA
+from ir_nodes.remarks import Remarks
 from tests import programs
 from tests.optimised import SameNumbers, assert_equals_eager, names
 from tests.recording import Recorder, Recording
@@ -143,7 +144,8 @@ def test_the_kernels_memory_fits_too(budget: float) -> None:
     recording = recorded(program, *tower(6))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        graph = fit_budget(recording.graph, int(budget * most), partition, unstored)
+        graph = fit_budget(recording.graph, int(budget * most), partition, unstored, remarks := Remarks())
+    assert sum(count for _, count in remarks.all()) > 5 and "MEMORY_BUDGET allows no more" in str(remarks.all()[0][0])
     assert_equals_eager(graph, recording)
     assert planned(graph) <= 1.02 * budget * most
 

@@ -19,6 +19,7 @@ from barriers.refusals import at, describe
 from ir_nodes import BufferKind, Graph, Node, Value
 from ir_nodes.estimate import CPU, CUDA, cost
 from ir_nodes.ops import info, split
+from ir_nodes.remarks import Remarks
 
 _REPEATABLE = frozenset(("pointwise", "fill", "copy", "gather", "softmax", "normalization", "reduction", "scan", "loss", "pool",
                          "matmul", "convolution", "attention"))  # fmt: skip
@@ -31,7 +32,8 @@ IDLE = 3
 """Rounds that may pass without a smaller peak."""
 
 
-def fit_budget(graph: Graph, budget: int, partition: Partition | None = None, unstored: Unstored | None = None) -> Graph:
+def fit_budget(graph: Graph, budget: int, partition: Partition | None = None, unstored: Unstored | None = None,
+               remarks: Remarks | None = None) -> Graph:
     """Give late users of values copies of the ops that made them, until ``graph`` holds at most ``budget`` bytes at any time.
 
     Numbers stay, for the same ops run on the same values; ops that draw, talk to other ranks or overwrite run once. A copy that
@@ -48,6 +50,9 @@ def fit_budget(graph: Graph, budget: int, partition: Partition | None = None, un
         peak = fitter.peak()[1]
         best, idle = min(best, peak), 0 if peak < best else idle + 1
     fitter.take_back_hoisted()
+    for node in graph.nodes:
+        if remarks is not None and node in fitter.behind:
+            remarks.did("recompute", node.name, "it is computed again, for LAZYSCHED_MEMORY_BUDGET allows no more memory")
     position, peak = fitter.peak()
     if peak > budget:
         node = graph.nodes[position]
