@@ -145,7 +145,7 @@ def test_the_kernels_memory_fits_too(budget: float) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         graph = fit_budget(recording.graph, int(budget * most), partition, unstored, remarks := Remarks())
-    assert sum(count for _, count in remarks.all()) > 5 and "MEMORY_BUDGET allows no more" in str(remarks.all()[0][0])
+    assert sum(count for _, count in remarks.all()) > 3 and "MEMORY_BUDGET allows no more" in str(remarks.all()[0][0])
     assert_equals_eager(graph, recording)
     assert planned(graph) <= 1.02 * budget * most
 
