@@ -19,6 +19,10 @@ Spec = Any  # a leaf's kind, or (how, [Spec, ...])
 leaves = st.sampled_from(PURE + IMPURE)
 ways = st.sampled_from(["chain", "sum"])
 trees = st.recursive(leaves, lambda inner: st.tuples(ways, st.lists(inner, min_size=1, max_size=4)), max_leaves=8)
+sums = st.tuples(st.just("sum"), st.lists(st.sampled_from(MOVABLE), min_size=2, max_size=4))
+with_sums = st.one_of(sums, st.builds(lambda before, one, after: ("chain", [*before, one, *after]),
+                                      st.lists(trees, max_size=2), sums, st.lists(trees, max_size=2)))
+"""Most have parts that may change places: drawn by chance and filtered, few trees would."""
 
 
 class Leaf(nn.Module):
