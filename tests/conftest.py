@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Iterator
 
+import hypothesis
 import pytest
 import torch
 
 # The tensors of the tests are tiny: on a busy machine, threads that wait for each other cost a hundred times more.
 torch.set_num_threads(1)
+
+# The gate tries the same examples each time; `pytest --hypothesis-profile=default` looks for new ones.
+hypothesis.settings.register_profile("same", derandomize=True)
+hypothesis.settings.load_profile("same")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
