@@ -201,8 +201,7 @@ class _Fitter:
                 twin = self._twin(read.value, found, peak)
                 if twin is not None and read.value not in instead:
                     instead[read.value] = twin
-            new.append(clone(self.graph, node, instead))
-            new[-1].segment, new[-1].stage, new[-1].index = anchor.segment, anchor.stage, anchor.index
+            new.append(clone(self.graph, node, instead, anchor))
             instead.update((old.value, one.value) for old, one in zip(node.writes, new[-1].writes))
         for user in found.late:
             redirect(user, {write.value: instead[write.value] for write in maker.writes})
@@ -252,8 +251,7 @@ def spread(graph: Graph, kernels: Sequence[tuple[tuple[Node, ...], bool]], unsee
             if number in (-1, home.get(node, -1)):
                 continue
             first = min(users, key=place.__getitem__)
-            new = clone(graph, node, {})
-            new.segment, new.stage, new.index = first.segment, first.stage, first.index
+            new = clone(graph, node, {}, first)
             before.setdefault(first, []).append(new)
             for user in users:
                 redirect(user, {value: new.writes[0].value})

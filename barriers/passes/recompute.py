@@ -223,8 +223,7 @@ class _Recomputer:
         instead: dict[Value, Value] = {}
         copies: list[Node] = []
         for maker in sorted(makers, key=self.place.__getitem__):
-            copies.append(clone(self.graph, maker, {old: new for old, new in instead.items() if old not in cut}))
-            copies[-1].segment, copies[-1].stage, copies[-1].index = users[0].segment, users[0].stage, users[0].index
+            copies.append(clone(self.graph, maker, {old: new for old, new in instead.items() if old not in cut}, users[0]))
             instead.update(zip((write.value for write in maker.writes), (write.value for write in copies[-1].writes)))
         mine = {old: new for old, new in instead.items() if old in sinks and old not in cut}
         for user in users:

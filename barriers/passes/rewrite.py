@@ -27,14 +27,15 @@ def redirect(user: Node, instead: Mapping[Value, Value]) -> None:
         value.users[user] = None
 
 
-def clone(graph: Graph, node: Node, instead: Mapping[Value, Value]) -> Node:
-    """The same op once more, into new memory, of other values in place of some. It is not yet one of the graph's nodes."""
+def clone(graph: Graph, node: Node, instead: Mapping[Value, Value], reader: Node) -> Node:
+    """The same op once more, into new memory, of other values in place of some. It belongs where ``reader`` does, for which it is
+    made, and is not yet one of the graph's nodes."""
     writes = []
     for write in node.writes:
         buffer = graph.add_buffer(write.value.buffer.nbytes)
         writes.append(Write(Value(buffer, 1), write.layout, None, False))
         graph.values[buffer.index].append(writes[-1].value)
-    again = replace(node, writes=tuple(writes), again=True)
+    again = replace(node, writes=tuple(writes), again=True, segment=reader.segment, stage=reader.stage, index=reader.index)
     for write in writes:
         write.value.producer = again
     redirect(again, instead)
