@@ -28,6 +28,17 @@ def same_numbers_each_time() -> None:
 
 
 @pytest.fixture
+def nothing_pending() -> Iterator[None]:
+    """The device is in use, and nothing is recorded, before and after."""
+    import lazy_backend  # here: most tests need no device
+
+    torch.ones(1, device="lazysched")
+    lazy_backend.mark_step(wait=True)
+    yield
+    lazy_backend.mark_step(wait=True)
+
+
+@pytest.fixture
 def no_segments_left() -> Iterator[None]:
     """Segments are of the process: the names of a test that uses this end with it."""
     yield

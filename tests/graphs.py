@@ -86,6 +86,16 @@ def typed(data: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=like.dtype).set_(data.clone().untyped_storage(), like.storage_offset(), like.shape, like.stride())
 
 
+def drawn(*size: int, dtype: torch.dtype = torch.float32, seed: int = 0, most: int = 9, false: float = 0.1) -> torch.Tensor:
+    """Numbers of any dtype: integers up to ``most``, ``false`` of all bools."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype is torch.bool:
+        return torch.rand(size, generator=generator) > false
+    if not dtype.is_floating_point:
+        return torch.randint(-most, most + 1, size, generator=generator).to(dtype)
+    return torch.randn(size, generator=generator).to(dtype)
+
+
 def assert_same(made: torch.Tensor, wanted: torch.Tensor, rtol: float | None = None, atol: float | None = None) -> None:
     if rtol is None and wanted.dtype is torch.bfloat16:
         rtol, atol = 1e-2, 1e-2

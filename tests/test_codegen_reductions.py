@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import check, kernels
+from graphs import drawn as data
 
 from codegen.tuning import HOPPER, INTERPRETER, Tuning
 
@@ -15,15 +16,6 @@ LOOPED = Tuning(tile=64, persistent=16, looped=16)
 SPLIT = Tuning(tile=64, persistent=64, looped=16, programs=16, split_rows=16, split_column=16, split_row=16, split_numel=64)
 FORMS = {"persistent": HOPPER, "looped": LOOPED, "split": SPLIT, "interpreter": INTERPRETER}
 forms = pytest.mark.parametrize("tuning", FORMS.values(), ids=FORMS.keys())
-
-
-def data(*size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    if dtype is torch.bool:
-        return torch.rand(size, generator=generator) > 0.1
-    if not dtype.is_floating_point:
-        return torch.randint(-9, 10, size, generator=generator).to(dtype)
-    return torch.randn(size, generator=generator).to(dtype)
 
 
 @forms

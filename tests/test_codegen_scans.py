@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Callable
 
 import pytest
 import torch
-from graphs import check, kernels
+from graphs import check, drawn, kernels
 
 from codegen.kernel import Plan
 from codegen.tuning import HOPPER, INTERPRETER, Tuning
@@ -23,13 +24,7 @@ OPS: dict[str, Callable[[torch.Tensor, int], Any]] = {
 NEAR = {"rtol": 1e-4, "atol": 1e-5}
 
 
-def data(*size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    if dtype is torch.bool:
-        return torch.rand(size, generator=generator) > 0.5
-    if not dtype.is_floating_point:
-        return torch.randint(-3, 4, size, generator=generator).to(dtype)
-    return torch.randn(size, generator=generator).to(dtype)
+data = functools.partial(drawn, most=3, false=0.5)
 
 
 def refusals(made: Plan) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Iterator
-
 import pytest
 import torch
 import torch._lazy.metrics
@@ -18,12 +16,7 @@ def compiles() -> int:
     return torch._lazy.metrics.counter_value("UncachedCompile") or 0
 
 
-@pytest.fixture(autouse=True)
-def nothing_pending() -> Iterator[None]:
-    torch.ones(1, device=DEVICE)
-    lazy_backend.mark_step(wait=True)
-    yield
-    lazy_backend.mark_step(wait=True)
+pytestmark = pytest.mark.usefixtures("nothing_pending")
 
 
 class Block(nn.Module):

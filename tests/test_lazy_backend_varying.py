@@ -15,12 +15,7 @@ from tests.device import DEVICE
 STEPS = 12
 
 
-@pytest.fixture(autouse=True)
-def nothing_pending() -> Iterator[None]:
-    torch.ones(1, device=DEVICE)
-    lazy_backend.mark_step(wait=True)
-    yield
-    lazy_backend.mark_step(wait=True)
+pytestmark = pytest.mark.usefixtures("nothing_pending")
 
 
 def layers(device: str, count: int = 6) -> nn.Sequential:
