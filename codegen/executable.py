@@ -18,6 +18,11 @@ Chosen = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
 """A layout as the native core takes it: dtype, size, stride, offset."""
 
 
+ARGUMENT_KINDS = ("ptr", "fp32", "fp64", "i64", "seed", "offset")
+"""What a launch takes, numbered as by the native core (`LaunchArg` in csrc/program.h)."""
+POINTER = ARGUMENT_KINDS.index("ptr")
+
+
 class Program(Protocol):
     """The native core's program builder (csrc/bind.cpp).
 
@@ -138,7 +143,7 @@ class Placed:
         self._program.call(instr, [self._places[slot].slot if slot in self._places else slot for slot in slots], layouts)
 
     def launch(
-        self, function: int, grid: tuple[int, int, int], threads: int, shared: int, args: list[tuple[str, int, int]], instr: int
+        self, function: int, grid: tuple[int, int, int], threads: int, shared: int, args: list[tuple[int, int, int]], instr: int
     ) -> None:
         self._program.launch(function, grid, threads, shared, [self._address(*arg) for arg in args], instr)
 
@@ -155,8 +160,8 @@ class Placed:
         whole = [self._places[slot].slot if slot in self._places else slot for slot in slots]
         self._program.python(moved if moving else run, instr, whole)
 
-    def _address(self, kind: str, slot: int, offset: int) -> tuple[str, int, int]:
-        place = self._places.get(slot) if kind == "ptr" else None
+    def _address(self, kind: int, slot: int, offset: int) -> tuple[int, int, int]:
+        place = self._places.get(slot) if kind == POINTER else None
         return (kind, slot, offset) if place is None else (kind, place.slot, place.offset + offset)
 
 

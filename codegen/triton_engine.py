@@ -16,7 +16,7 @@ from codegen.contest import on_gpu, remembered
 from codegen.cuda_driver import Function
 from codegen.draws import BLOCK
 from codegen.engine import BackEnd, Context, EngineError, Generated
-from codegen.executable import Emit, Program, emit_call
+from codegen.executable import ARGUMENT_KINDS, Emit, Program, emit_call
 from codegen.explanation import facts
 from codegen.fuse import lower_all, plan
 from codegen.group import new_group
@@ -34,7 +34,6 @@ from ir_nodes import Graph, Node, settings
 _shown: set[Kernel] = set()
 _interpreted: dict[Kernel, Interpreted] = {}
 _lock = threading.Lock()
-_ARGUMENT_KINDS = ("ptr", "fp32", "fp64", "i64", "seed", "offset")  # numbered as by the native core
 _SCALAR_KINDS = {torch.float32: "fp32", torch.float64: "fp64", torch.int64: "i64"}
 
 
@@ -125,7 +124,7 @@ def written(step: KernelStep) -> tuple[int, ...]:
 
 
 def emit_launch(step: KernelStep, compiled: Function, scratch: dict[int, int]) -> Emit:
-    args = [(_ARGUMENT_KINDS.index(kind), index, value) for kind, index, value in (launch_arg(arg, scratch) for arg in step.args)]
+    args = [(ARGUMENT_KINDS.index(kind), index, value) for kind, index, value in (launch_arg(arg, scratch) for arg in step.args)]
     instr = step.nodes[0].instr
 
     def add(program: Program) -> None:
