@@ -11,8 +11,9 @@ import contextlib
 import warnings
 import weakref
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import torch
 
@@ -33,10 +34,11 @@ _streams: dict[tuple[int, int], torch.cuda.Stream] = {}  # the default stream ca
 _pools: weakref.WeakValueDictionary[tuple[int, int], Pool] = weakref.WeakValueDictionary()
 
 
-def capture(device: int, body: Callable[[int], None]) -> tuple[int, object]:
-    """The handle (a CUgraph) of what ``body(stream)`` launches, and the object that keeps it and its memory.
+def capture(device: int, states: Sequence[torch.Generator], body: Callable[[int], None]) -> tuple[int, Callable[[], None]]:
+    """The handle (a CUgraphExec) of what ``body(stream)`` launches, and what launches it, which keeps it and its memory.
 
-    Raises RuntimeError where something can't be captured, such as an op that waits for the GPU.
+    ``states``: generators that ops draw from meanwhile. What launches the graph tells it their seeds and offsets as they are
+    then. Raises RuntimeError where something can't be captured, such as an op that waits for the GPU.
     """
     with torch.cuda.device(device):
         current = torch.cuda.current_stream()
@@ -44,16 +46,25 @@ def capture(device: int, body: Callable[[int], None]) -> tuple[int, object]:
         stream = _streams.get(key) or _streams.setdefault(key, torch.cuda.Stream(device))
         stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
+        if hasattr(graph, "register_generator_state"):  # else PyTorch finds them by itself
+            for state in states:
+                graph.register_generator_state(state)
         with torch.cuda.stream(stream):
             pool = pool_of(key)
             graph.capture_begin(pool.handle, capture_error_mode="thread_local")
             try:
                 body(stream.cuda_stream)
                 graph.capture_end()
+                graph.instantiate()
             except BaseException:
                 abandon(graph, device, pool.handle)
                 raise
-    return graph.raw_cuda_graph(), (graph, pool)
+    return graph.raw_cuda_graph_exec(), partial(launch, graph, pool)
+
+
+def launch(graph: torch.cuda.CUDAGraph, pool: Pool) -> None:
+    """``pool`` lives as long as whoever may call this."""
+    graph.replay()
 
 
 def pool_of(key: tuple[int, int]) -> Pool:

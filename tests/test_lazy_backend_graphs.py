@@ -201,6 +201,74 @@ def test_dropout_of_nothing_or_all_does_not_move_the_generator(p: float) -> None
     assert torch.equal(got, torch.rand(8, device="cuda").cpu())
 
 
+class Attentive(nn.Module):
+    """Draws in kernels and in ATen's attention by turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out, self.norm = nn.Linear(64, 192), nn.Linear(64, 64), nn.LayerNorm(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            q, k, v = (one.unflatten(-1, (2, 32)).transpose(1, 2) for one in self.qkv(self.norm(x)).split(64, -1))
+            mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.2, is_causal=True)
+            x = x + torch.nn.functional.dropout(self.out(mixed.transpose(1, 2).flatten(2)), 0.1)
+        return x
+
+
+def attend(device: str, steps: int, dtype: torch.dtype | None) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = Attentive().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(5)
+    losses = []
+    for step in range(steps):
+        if step == 15:
+            torch.manual_seed(99)
+        x = torch.randn(4, 32, 64, generator=generator).to(device)
+        with torch.autocast(torch.device(device).type, dtype=dtype, enabled=dtype is not None):
+            loss = (model(x) - x.roll(1, 1)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack([loss.float().cpu() for loss in losses])
+
+
+@pytest.mark.parametrize(("dtype", "graphs"), [(torch.bfloat16, 1), (None, 2)])
+def test_attention_that_drops_out_replays_and_draws_as_eager_mode_does(dtype: torch.dtype | None, graphs: int) -> None:
+    """In 16 bits the whole step is one graph; efficient attention, for float32, parts it."""
+    eager = attend("cuda", 24, dtype)
+    before = replays()
+    lazy = attend("lazysched", 24, dtype)
+    assert replays() - before >= 16 * graphs if graphs > 1 else 16 <= replays() - before <= 24
+    torch.testing.assert_close(lazy, eager, rtol=2e-3, atol=2e-4)
+
+
+def test_draws_of_atens_own_follow_their_generator() -> None:
+    """In a graph, between kernels that draw, from the default generator and from one that is handed over."""
+
+    def draw(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(7)
+        own = torch.Generator(device).manual_seed(3)
+        x, seen = torch.ones(4096, device=device), []
+        for step in range(12):
+            if step == 8:
+                own.manual_seed(3)
+            y = torch.nn.functional.dropout(x, 0.5) + torch.empty_like(x).exponential_(generator=own)
+            z = torch.bernoulli(torch.full_like(x, 0.3)) + torch.nn.functional.dropout(y, 0.25)
+            for _ in range(3):
+                z = (z.view(64, 64) @ x.view(64, 64) / 64).flatten() + torch.empty_like(x).normal_(generator=own)
+            lazy_backend.mark_step()
+            seen.append(z.cpu())
+        return [*seen, torch.rand(4, device=device).cpu(), torch.rand(4, device=device, generator=own).cpu()]
+
+    before = replays()
+    for ours, theirs in zip(draw("lazysched"), draw("cuda")):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert replays() > before
+
+
 OUTSIDE = """
 import torch, torch.nn.functional as F
 table, ids = torch.ones(8, 4, device="lazysched"), torch.tensor([0, {index}]).to("lazysched")

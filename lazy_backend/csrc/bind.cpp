@@ -166,13 +166,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_inferrer", keeper(inferrer_));
   m.def("set_logger", [](Logger log) { logger = new Logger(std::move(log)); });
   m.def("set_holder", [](Holder hold) { holder = new Holder(std::move(hold)); });
-  m.def("set_capturer", [](py::object f) {  // capture(device, body) -> (graph, its owner); body(stream)
-    capturer = new Capturer([f = new py::object(std::move(f))](DeviceIndex i, std::function<void(void*)> body) {
+  m.def("set_capturer", [](py::object f) {  // capture(device, states, body) -> (graph, launch); body(stream)
+    capturer = new Capturer([f = new py::object(std::move(f))](DeviceIndex i, auto states, auto body) {
       py::gil_scoped_acquire gil;
       auto run = py::cpp_function([&](uintptr_t stream) { body(reinterpret_cast<void*>(stream)); });
-      auto [graph, owner] = (*f)(i, run).cast<std::pair<uintptr_t, py::object>>();
-      auto drop = [](py::object* o) { py::gil_scoped_acquire again; delete o; };
-      return std::pair(reinterpret_cast<void*>(graph), std::shared_ptr<void>(new py::object(owner), drop));
+      auto [graph, launch] = (*f)(i, states, run).template cast<std::pair<uintptr_t, std::function<void()>>>();
+      return std::pair(reinterpret_cast<void*>(graph), launch);
     });
   });
   m.def("barrier", [](DeviceIndex i, const char* kind, const std::string& reason) { recorder(i).barrier(kind, reason); },

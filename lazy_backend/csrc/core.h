@@ -127,12 +127,9 @@ struct Instr {
 struct Trace {
   uint64_t id = 0;
   std::vector<Instr> instrs;
-  std::vector<Arg> args;
-  std::vector<Operand> operands;
-  std::vector<int64_t> dims;
-  std::vector<IValue> scalars;
-  std::vector<BufferPtr> buffers;
-  std::vector<BufferKind> kinds;
+  std::vector<Arg> args; std::vector<Operand> operands;
+  std::vector<int64_t> dims; std::vector<IValue> scalars;
+  std::vector<BufferPtr> buffers; std::vector<BufferKind> kinds;
   std::vector<uint8_t> live;  // filled when the recording ends
   int64_t held_bytes = 0;     // pending results that somebody holds, plus inputs kept alive only by the recording
   std::vector<int32_t> held, needed;  // segments that wait for the schedule, while these buffers are needed now
@@ -261,9 +258,9 @@ struct NoWarnings final : c10::WarningHandler {
 // Ops that draw without being given a generator use the physical device's default one: lends it our state for the call.
 struct LentState {
   LentState(at::Generator ours, DeviceIndex device);
-  ~LentState() { ours.set_state(theirs.get_state()), theirs.set_state(saved); }
-  at::Generator ours, theirs;
-  at::Tensor saved;
+  ~LentState() { saved.defined() ? theirs.graphsafe_set_state(saved) : (ours.set_state(theirs.get_state()), theirs.set_state(copied)); }
+  at::Generator ours, theirs, saved;  // CUDA's generators hand their states around, also while a stream is captured
+  at::Tensor copied;                  // a CPU's
 };
 // Gives the GIL up while waiting for a lock or running kernels.
 struct GilRelease { GilRelease(); ~GilRelease(); void* state = nullptr; };

@@ -88,11 +88,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
 // Bytes that the device holds where it runs on a CPU; CUDA's allocator counts its own.
-struct Counted {
-  c10::DataPtr bytes;
-  const int64_t n;
-  ~Counted() { stats[kHeld] -= n; }
-};
+struct Counted { c10::DataPtr bytes; const int64_t n; ~Counted() { stats[kHeld] -= n; } };
 void delete_counted(void* counted) { delete static_cast<Counted*>(counted); }
 
 // The storage knows its size but owns no bytes. The address of its Buffer serves as data pointer: unique, and never read.
@@ -112,8 +108,7 @@ Allocator* allocator() { static auto* a = new Allocator(); return a; }
 
 // Allocations inside belong to device `i`.
 struct AllocateOn {
-  explicit AllocateOn(DeviceIndex i) : before(std::exchange(current_, i)) {}
-  ~AllocateOn() { current_ = before; }
+  explicit AllocateOn(DeviceIndex i) : before(std::exchange(current_, i)) {} ~AllocateOn() { current_ = before; }
   const DeviceIndex before;
 };
 
@@ -229,8 +224,9 @@ PlainDispatch::PlainDispatch(DeviceIndex i)
 }
 
 LentState::LentState(at::Generator g, DeviceIndex i)
-    : ours(std::move(g)), theirs(at::globalContext().defaultGenerator(physical_device(i))), saved(theirs.get_state()) {
-  theirs.set_state(ours.get_state());
+    : ours(std::move(g)), theirs(at::globalContext().defaultGenerator(physical_device(i))) {
+  if (cuda_) saved = theirs.graphsafe_get_state(), theirs.graphsafe_set_state(ours);
+  else copied = theirs.get_state(), theirs.set_state(ours.get_state());
 }
 
 Buffer* generator_buffer(const at::Generator& g) { return static_cast<Generator*>(g.unsafeGetGeneratorImpl())->buffer.get(); }

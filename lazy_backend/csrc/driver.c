@@ -50,17 +50,6 @@ const char* lazysched_last_captured(void* stream, void** node, size_t* count) {
   return error;
 }
 
-const char* lazysched_make_graph(void** exec, void* graph) {
-  DRIVER(cuGraphInstantiateWithFlags, void**, void*, uint64_t)
-  return text(cuGraphInstantiateWithFlags(exec, graph, 0));
-}
-
-static const char* drop(void* exec) {
-  DRIVER(cuGraphExecDestroy, void*)
-  return text(cuGraphExecDestroy(exec));
-}
-void lazysched_drop_graph(void* exec) { drop(exec); }
-
 const char* lazysched_set_kernel(void* exec, void* node, void* function, const uint32_t* grid, uint32_t threads, uint32_t shared,
                                  void** args) {
   DRIVER(cuGraphExecKernelNodeSetParams_v2, void*, void*, const KernelNodeParams*)

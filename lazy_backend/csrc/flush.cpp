@@ -110,11 +110,8 @@ void Recorder::flush_locked(const char* kind, const std::string& reason, Site si
   stats[kFlushes]++;
   const auto start = Clock::now();
   const size_t ops = trace->instrs.size();
-  bool hit = false;
-  int32_t failed = -1;
-  int64_t order = -1;
-  std::exception_ptr error;
-  std::string message;
+  bool hit = false; int32_t failed = -1; int64_t order = -1;
+  std::exception_ptr error; std::string message;
   ProgramPtr program;
   try {
     hold_back(*trace);
@@ -124,9 +121,7 @@ void Recorder::flush_locked(const char* kind, const std::string& reason, Site si
     count(hit ? "CachedCompile" : "UncachedCompile");
     stats[hit ? kHits : kCompiles]++;
     program->run(*trace, index, failed);
-    stats[kNodesRun] += program->nodes;
-    stats[kNodesDead] += program->dead;
-    stats[kKernelsRun] += program->launches;
+    stats[kNodesRun] += program->nodes, stats[kNodesDead] += program->dead, stats[kKernelsRun] += program->launches;
   } catch (c10::Error& e) {
     if (failed >= 0) {
       const auto& instr = trace->instrs[failed];

@@ -24,7 +24,7 @@ constexpr int kMisses = 4;  // captures in vain, before a stretch is left alone
 bool Runner::serve(Program::Graph& g, bool warm) {
   if (!capturer || g.misses >= kMisses || (g.exec && g.stream != stream)) return false;
   if (g.exec && ready(g)) return replay(g), true;
-  if (rebind(g); !warm) return false;
+  if (!rebind(g) || !warm) return false;
   try {
     TORCH_CHECK(++g.misses < kMisses, "memory that it reads moves, others keep what it makes, or numbers of its ATen calls change");
     capture(g);
@@ -44,15 +44,19 @@ bool Runner::ready(const Program::Graph& g) const {
   return std::none_of(g.made.begin(), g.made.end(), &is_pinned);
 }
 
-// Notes what the stretch reads. Memory that lies elsewhere than last time is copied from now on, where that is possible.
-void Runner::rebind(Program::Graph& g) {
-  g.copies.resize(g.reads.size()), g.bound.resize(g.reads.size()), g.given.clear();
+// Notes what the stretch reads. Memory that lies elsewhere than last time is copied from now on, where that is possible, and so is
+// the host's, which only some ops' plain launches can read. Are its calls' numbers those of last time?
+bool Runner::rebind(Program::Graph& g) {
+  g.copies.resize(g.reads.size()), g.bound.resize(g.reads.size());
   for (size_t i = 0; i < g.reads.size(); i++) {
     const auto& s = slots[g.reads[i]];
     const auto* before = std::exchange(g.bound[i], s.data());
-    if (before && before != s.data() && !g.copies[i] && g.movable[i]) g.copies[i] = physical_bytes(s.nbytes(), device);
+    const bool moves = before && (before != s.data() || s.device_type() != physical_type());
+    if (moves && !g.copies[i] && g.movable[i]) g.copies[i] = physical_bytes(s.nbytes(), device);
   }
-  for (int32_t n : g.numbers) g.given.push_back(trace.scalars[n]);
+  std::vector<IValue> now;
+  for (int32_t n : g.numbers) now.push_back(trace.scalars[n]);
+  return std::exchange(g.given, now) == now;
 }
 
 void Runner::capture(Program::Graph& g) {
@@ -60,13 +64,19 @@ void Runner::capture(Program::Graph& g) {
     slots = before, stream = mine, captured = nullptr, step = g.first;
   });
   g.stream = stream;
-  g.exec.reset(), g.owner.reset(), g.made.clear(), g.kernels.clear();
+  g.exec = nullptr, g.launch = nullptr, g.made.clear(), g.settings.clear();
+  std::vector<at::Generator> states;
+  for (size_t i = g.first; i < g.last; i++) {
+    const auto* c = std::get_if<Program::Call>(&program.steps[i].what);
+    if (!c || !c->drawn) continue;
+    const auto from = static_cast<size_t>(trace.instrs[program.steps[i].instr].generator);
+    g.settings.push_back({i, nullptr, {from, c->drawn}, states.emplace_back(trace.buffers[from]->generator.clone())});
+  }
   for (size_t i = 0; i < g.reads.size(); i++) if (g.copies[i]) slots[g.reads[i]] = g.copies[i];
   // Results lie outside of the pool that graphs share: others are replayed before these have been read.
   for (size_t i = 0; i < g.makes.size(); i++)
     pin(slots[g.makes[i]] = g.made.emplace_back(physical_bytes(g.sizes[i], device)), 0);
-  void *graph = nullptr, *exec = nullptr;
-  std::tie(graph, g.owner) = (*capturer)(device, [&](void* other) {
+  std::tie(g.exec, g.launch) = (*capturer)(device, states, [&](void* other) {
     stream = other, captured = &g;
     for (step = g.first; step < g.last; step++) run_step();
     for (size_t i = 0; i < g.made.size(); i++) {  // what ATen has allocated
@@ -75,8 +85,7 @@ void Runner::capture(Program::Graph& g) {
       else if (s.data() != g.made[i].data()) bytes_of(g.made[i]).copy_(bytes_of(s).narrow(0, 0, g.sizes[i]), true);
     }
   });
-  check_driver(lazysched_make_graph(&exec, graph), "making a CUDA graph");
-  g.exec = std::shared_ptr<void>(exec, &lazysched_drop_graph);
+  std::sort(g.settings.begin(), g.settings.end(), [](const auto& a, const auto& b) { return a.step < b.step; });
 }
 
 void Runner::note_kernel(const Program::Launch& l) {
@@ -85,7 +94,7 @@ void Runner::note_kernel(const Program::Launch& l) {
   size_t n = 0;
   check_driver(lazysched_last_captured(stream, &last, &n), "looking at a capture");
   TORCH_CHECK(n == 1, "a launch left ", n, " loose ends");
-  captured->kernels.push_back({step, last, words});
+  captured->settings.push_back({step, last, words, {}});
 }
 
 void Runner::replay(Program::Graph& g) {
@@ -100,7 +109,14 @@ void Runner::replay(Program::Graph& g) {
     b->set_data_ptr_noswap(a->set_data_ptr(b->set_data_ptr(c10::DataPtr())));
     ours = theirs;
   }
-  for (auto& k : g.kernels) {
+  bool draws = false;
+  for (auto& k : g.settings) {
+    if (k.state.defined()) {
+      auto& ours = trace.buffers[k.words[0]]->generator;
+      k.state.set_current_seed(ours.current_seed()), k.state.set_offset(ours.get_offset());
+      ours.set_offset(ours.get_offset() + k.words[1]), draws = true;
+      continue;
+    }
     const auto& l = std::get<Program::Launch>(program.steps[k.step].what);
     bool changed = false;
     for (size_t i = 0; i < l.args.size(); i++) {
@@ -109,10 +125,11 @@ void Runner::replay(Program::Graph& g) {
       changed |= std::exchange(k.words[i], word) != word;
     }
     if (!changed) continue;
-    check_driver(lazysched_set_kernel(g.exec.get(), k.node, l.function, l.grid.data(), l.threads, l.shared, pointers(k.words)),
+    check_driver(lazysched_set_kernel(g.exec, k.node, l.function, l.grid.data(), l.threads, l.shared, pointers(k.words)),
                  "setting a kernel's numbers");
   }
-  check_driver(lazysched_run_graph(g.exec.get(), stream), "a graph's launch");
+  if (draws) g.launch();
+  else check_driver(lazysched_run_graph(g.exec, stream), "a graph's launch");
   stats[kReplays]++;
   if (++g.served % 64 == 0) g.misses = 0;
   for (size_t i = 0; i < g.makes.size(); i++) slots[g.makes[i]] = g.made[i];

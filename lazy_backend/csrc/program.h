@@ -11,7 +11,8 @@ struct Program {
   // The recorded op on physical tensors. A slot for each tensor operand, then for each new output. -1: none; -2 - a: the tensor
   // is the same as argument `a`, which some ops ask for (attention: are key and query one tensor?). `layouts`: those that the
   // compiler chose, slot by slot; none: as recorded.
-  struct Call { std::vector<int32_t> slots; std::vector<Operand> layouts; };
+  // `drawn`: by how much it moved CUDA's generator on when it last ran by itself.
+  struct Call { std::vector<int32_t> slots; std::vector<Operand> layouts; mutable uint64_t drawn = 0; };
   struct LaunchArg {
     enum Kind : uint8_t { Pointer, Float, Double, Integer, Seed, Offset } kind;
     int32_t index;  // the pointer's slot; the generator's buffer; the number of this recording, or -1: `value`
@@ -27,24 +28,22 @@ struct Program {
     std::function<void(const std::vector<std::optional<at::Tensor>>&, const std::vector<c10::Scalar>&)> run;
     std::vector<int32_t> slots;
   };
-  struct Step {
-    std::variant<Call, Launch, Alloc, Free, Mark, Python> what;
-    int32_t instr;  // the recorded op that it runs, to name when it fails
-  };
+  // `instr`: the recorded op that it runs, to name when it fails.
+  struct Step { std::variant<Call, Launch, Alloc, Free, Mark, Python> what; int32_t instr; };
   // Steps that the driver replays in one go. Addresses are a part of it, so it serves as long as they hold; see graph.cpp.
   struct Graph {
     size_t first, last;
     std::vector<int32_t> reads, makes, frees, numbers;  // slots from outside, filled, emptied; the numbers that its calls take
     std::vector<int32_t> movable;                       // for each of `reads`: it may be copied to where the graph reads it
     std::vector<size_t> sizes;                          // bytes of each of `makes`
-    std::shared_ptr<void> exec, owner;                  // `owner` keeps its memory
-    void* stream = nullptr;
-    std::vector<const void*> bound;      // where the bytes of what it reads lay
-    std::vector<c10::Storage> copies;    // memory of its own for what it reads and what moves, else none
-    std::vector<c10::Storage> made;
-    std::vector<IValue> given;           // the numbers
-    struct Kernel { size_t step; void* node; std::vector<uint64_t> words; };
-    std::vector<Kernel> kernels;         // whose numbers may change
+    void *exec = nullptr, *stream = nullptr;
+    std::function<void()> launch;  // keeps its memory; called where its calls draw: PyTorch tells their kernels from which state
+    std::vector<const void*> bound;            // where the bytes of what it reads lay
+    std::vector<c10::Storage> copies, made;    // memory of its own for what it reads and what moves, else none; its results
+    std::vector<IValue> given;                 // the numbers
+    // What is set before each replay: a kernel's words, or the state that a call draws from (its words: generator and count).
+    struct Setting { size_t step; void* node; std::vector<uint64_t> words; at::Generator state; };
+    std::vector<Setting> settings;
     int misses = 0, served = 0;
   };
 
@@ -54,17 +53,18 @@ struct Program {
   std::vector<std::pair<int32_t, int32_t>> inputs;  // (buffer, slot)
   std::vector<std::array<int32_t, 3>> outputs;      // (buffer, slot, the step after which the slot holds the result)
   std::vector<int32_t> rest, kept;  // instructions that stay recorded, and the buffers that they need
-  int64_t nodes = 0, dead = 0, launches = 0;
+  int64_t nodes = 0, dead = 0, launches = 0, runs = 0;
   int64_t order = -1;  // which report tells how its segments were ordered
-  int64_t runs = 0;
   std::vector<Graph> graphs;
 
   // Runs on the physical device. On failure `failed` names the instruction; results that were ready are handed out all the same.
   void run(Trace& trace, DeviceIndex device, int32_t& failed);
 };
 
-// Calls `body` on a stream that is being captured: gives the graph and what keeps its memory. Python's, kept for ever.
-using Capturer = std::function<std::pair<void*, std::shared_ptr<void>>(DeviceIndex, std::function<void(void*)>)>;
+// Calls `body` on a stream that is being captured, in which ops draw from `states`: gives the graph and what launches it and keeps
+// its memory. Python's, kept for ever.
+using Capturer = std::function<std::pair<void*, std::function<void()>>(
+    DeviceIndex, std::vector<at::Generator> states, std::function<void(void*)> body)>;
 inline Capturer* capturer = nullptr;
 
 }  // namespace lazysched

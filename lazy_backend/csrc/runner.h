@@ -13,8 +13,6 @@ namespace lazysched {
 extern "C" {
 const char* lazysched_launch(void* function, const uint32_t* grid, uint32_t threads, uint32_t shared, void* stream, void** args);
 const char* lazysched_last_captured(void* stream, void** node, size_t* count);
-const char* lazysched_make_graph(void** exec, void* graph);
-void lazysched_drop_graph(void* exec);
 const char* lazysched_set_kernel(void* exec, void* node, void* function, const uint32_t* grid, uint32_t threads, uint32_t shared,
                                  void** args);
 const char* lazysched_run_graph(void* exec, void* stream);
@@ -50,6 +48,12 @@ struct Runner {
     return alias_storage(slots[*slot], o.dtype, shape(o, 0), shape(o, o.ndim), o.offset, o.conj, o.neg);
   }
 
+  // While a stretch is captured, each op in it draws from a state of its own.
+  at::Generator& draws_from(const Instr& in) const {
+    if (captured) for (auto& s : captured->settings) if (s.step == step) return s.state;
+    return trace.buffers[in.generator]->generator;
+  }
+
   // `slot`: that of the argument's first tensor; moves on behind its last.
   IValue argument(const Arg& a, const Instr& in, const int32_t*& slot) const {
     const auto n = static_cast<size_t>(a.count);
@@ -68,7 +72,7 @@ struct Runner {
         if (a.wrapped) t.unsafeGetTensorImpl()->set_wrapped_number(true);
         return t;
       }
-      case ArgKind::Generator: return in.generator >= 0 ? IValue(trace.buffers[in.generator]->generator) : IValue();
+      case ArgKind::Generator: return in.generator >= 0 ? IValue(draws_from(in)) : IValue();
       case ArgKind::Device: return physical_device(device);
       default: return a.value;
     }
@@ -106,15 +110,18 @@ struct Runner {
     call = &now;
     stack.clear();
     const int32_t* slot = now.slots.data();
+    const bool counted = in.generator >= 0 && !captured && physical_type() == c10::kCUDA;
+    const uint64_t before = counted ? draws_from(in).get_offset() : 0;
     for (size_t i = 0; i < in.op->args.size(); i++) stack.push_back(argument(trace.args[in.args + i], in, slot));
     {
       std::optional<LentState> lent;
       const bool lend = in.generator >= 0 && !in.op->generator_arg;
-      if (lend) lent.emplace(trace.buffers[in.generator]->generator, device);
+      if (lend) lent.emplace(draws_from(in), device);
       // An op with several outputs hands back references to its arguments after it has dropped them from the stack.
       const Stack held = in.op->return_alias.size() > 1 ? stack : Stack();
       in.op->handle.callBoxed(&stack);
     }
+    if (counted) now.drawn = draws_from(in).get_offset() - before;
     resolve(in);
     if (in.n_outs) take_results(in, slot);
     stack.clear();
@@ -189,7 +196,7 @@ struct Runner {
   // graph.cpp
   bool serve(Program::Graph& g, bool warm);  // runs the stretch as a graph, if that is possible
   bool ready(const Program::Graph& g) const;
-  void rebind(Program::Graph& g);
+  bool rebind(Program::Graph& g);
   void capture(Program::Graph& g);
   void replay(Program::Graph& g);
   void note_kernel(const Program::Launch& l);
