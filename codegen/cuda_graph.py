@@ -1,9 +1,9 @@
 """Cuts a program into stretches that the driver may replay as CUDA graphs. Imports `codegen.memory_plan` and `ir_nodes`.
 
-A stretch is a run of steps of which each only launches work. What ends one is told by `Emit.blocked`: ATen kernels that draw random
-numbers in a way of their own, Python, collectives; and the border between two segments, so that a profile still shows each. The native core
-(csrc/graph.cpp) captures a stretch once its program has run a few times, and replays it as long as the memory that it reads stays
-where it is; small memory that moves, such as a batch, is copied.
+A stretch is a run of steps of which each only launches work. What ends one is told by `Emit.blocked`: Python, collectives, ATen
+kernels that draw random numbers in a way of their own; and the border between two segments, so that a profile still shows each. The
+native core (csrc/graph.cpp) captures a stretch once its program has run a few times, and replays it as long as the memory that it
+reads stays where it is; small memory that moves, such as a batch, is copied.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Stretch:
 
 _PHILOX = frozenset("""
     _cudnn_attention_forward _flash_attention_forward _fused_dropout _scaled_dot_product_cudnn_attention
-    _scaled_dot_product_flash_attention bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ native_dropout normal_ random_
-    uniform_
+    _scaled_dot_product_flash_attention bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ native_dropout normal_
+    random_ uniform_
 """.split())
 """Ops whose kernels find seed and offset in the GPU's memory while they are captured, and answer alike if they are not. Efficient
 attention doesn't: it puts its seed there for its backward in the one case, and into the host's memory in the other."""

@@ -14,12 +14,15 @@ from hypothesis import given
 from hypothesis import settings as hypothesis
 from hypothesis import strategies as st
 
-from codegen.executable import Placed, assemble, emit_call
+from codegen.cuda_driver import Function
+from codegen.executable import POINTER, Placed, assemble, emit_call
 from codegen.fuse import plan
 from codegen.kernel import KernelStep, Plan
 from codegen.memory_plan import MemoryPlan, plan_memory
 from codegen.static_plan import ALIGNMENT, Piece, offsets
 from codegen.step_use import StepUse, kernel_use, node_use
+from codegen.triton_engine import emit_launch
+from codegen.tuning import HOPPER
 from ir_nodes import BufferKind, Graph, Node, settings
 from tests.programs import Step, inputs, interpret, steps
 from tests.recording import Recorder, Recording
@@ -185,8 +188,40 @@ def test_steps_get_the_slots_and_offsets_of_the_plan() -> None:
     program: Any = Recorded()
     placed = Placed(program, memory.places)
     placed.call(0, [new, -1, -2], [])
-    placed.launch(0, (1, 1, 1), 32, 0, [("ptr", new, 64), ("i64", -1, new)], 0)
-    assert program.ran == [("call", [place.slot, -1, -2]), ("launch", [("ptr", place.slot, 64), ("i64", -1, new)])]
+    placed.launch(0, (1, 1, 1), 32, 0, [(POINTER, new, 64), (POINTER + 1, new, 0)], 0)
+    assert program.ran == [("call", [place.slot, -1, -2]), ("launch", [(POINTER, place.slot, 64), (POINTER + 1, new, 0)])]
+
+
+def test_every_address_of_a_launch_lies_in_memory_that_is_there() -> None:
+    """As on a GPU, where nothing else would tell: a step of training with reductions in two launches."""
+    def step(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = F.layer_norm(F.gelu(x @ w).softmax(-1), (64,)) @ w
+        return F.layer_norm(y * y.sum(0), (64,)).sum(0) + ((y.exp().sum() + y.sin()) @ w[0]).sum()
+
+    recording, _ = record(step, torch.randn(8192, 64), torch.randn(64, 64))
+    for number, node in enumerate(recording.graph.nodes):
+        node.instr = number
+    made = plan(recording.graph, tuning=HOPPER)
+    base = len(recording.graph.buffers)
+    scratch = {temporary.id: base + index for index, temporary in enumerate(made.temporaries)}
+    function = Function(1, 4, 0)
+    emits = [emit_launch(step, function, scratch) if isinstance(step, KernelStep) else emit_call(step.node) for step in made.steps]
+    program: Any = Recorded()
+    assemble(recording.graph, program, emits, 0, [temporary.nbytes for temporary in made.temporaries])
+    there = {slot: recording.graph.buffers[buffer].nbytes for buffer, slot in program.inputs}
+    arenas = launches = 0
+    for what, *given in program.ran:
+        if what == "alloc":
+            there[given[0]] = given[1]
+            arenas += given[0] >= base + len(scratch)
+        elif what == "free":
+            del there[given[0]]
+        elif what == "call":
+            there.update({slot: recording.graph.buffers[slot].nbytes for slot in given[0] if slot >= 0 and slot not in there})
+        else:
+            launches += 1
+            assert all(0 <= offset < there[slot] for kind, slot, offset in given[0] if kind == POINTER)
+    assert arenas == 1 and launches >= 3
 
 
 def test_a_program_without_kernels_is_as_before() -> None:
