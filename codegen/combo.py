@@ -25,9 +25,10 @@ KernelKey = tuple[str, str, Hashable, Hashable, Hashable]
 TINY = 1 << 20
 """Bytes that a step may touch to share a launch with other kernels: what is larger does not wait for launches."""
 
-HELD, FAR = 1 << 20, 16 << 20
+HELD, FAR = 4 << 20, 16 << 20
 """A step with more than ``HELD`` bytes of intermediate results is not moved past ``FAR`` bytes of other steps' work: they would
-be held for longer, and be read from memory instead of from the cache."""
+be held for longer, and be read from memory instead of from the cache, where that costs more than the launch: about a
+microsecond for so many."""
 
 TRIES, MAX_DEGREE = 4, 256
 WARPS_APART = 4

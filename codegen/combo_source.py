@@ -21,8 +21,8 @@ MAX_LANES = 8
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """How many steps of one kernel a combo holds, empty ranges included."""
 
-FLAT_WARPS, PER_WARP = 4, 256
-"""A flat kernel's warps, where no other kernel of the launch asks for another number, and elements that each takes at least."""
+FLAT_WARPS, PER_WARP = 4, 128
+"""Warps of a launch of flat kernels at least, and elements that each takes at least."""
 
 MANY_BLOCKS, MOST_BLOCKS = 4096, 8
 """Programs that keep a machine busy, and the most blocks that one program of a flat kernel walks beyond that: picking arguments
@@ -125,18 +125,20 @@ def lanes_of(steps: Sequence[KernelStep]) -> list[Lane]:
     return [Lane(kernel, tuple(by_size[at : at + chunk]), pattern) for at in range(0, len(steps), chunk)]
 
 
-def width(step: KernelStep) -> int:
-    """Elements in a block of a flat kernel."""
-    return dict(step.kernel.constexprs)["B1"]
+def per_warp(step: KernelStep) -> int:
+    """Elements for each warp of a flat kernel, which suit its number of operands."""
+    return dict(step.kernel.constexprs)["B1"] // step.kernel.num_warps
 
 
 class ComboWriter:
-    """Builds one combo. A flat kernel's block follows from the number of warps, those of other kernels stay as they are."""
+    """Builds one combo. A flat kernel's block follows from the number of warps, with as many elements for each as by itself;
+    blocks of other kernels stay as they are."""
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self.lanes = lanes
-        self.num_warps = max((lane.kernel.num_warps for lane in lanes if not lane.flat), default=FLAT_WARPS)
-        self._blocks = {lane: max(PER_WARP * self.num_warps, *map(width, lane.steps)) for lane in lanes if lane.flat}
+        wanted = [step.kernel.num_warps for lane in lanes for step in lane.steps]
+        self.num_warps = max((lane.kernel.num_warps for lane in lanes if not lane.flat), default=max(FLAT_WARPS, *wanted))
+        self._blocks = {lane: self.num_warps * max(PER_WARP, *map(per_warp, lane.steps)) for lane in lanes if lane.flat}
         self.per = self._blocks_per_program()
         self.entries: list[tuple[str, str, KernelArg]] = []
         self._names: set[str] = set()

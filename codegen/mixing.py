@@ -72,8 +72,8 @@ def refused(units: list[Unit], crossed: dict[Unit, None], kept: dict[Unit, None]
         sums += sum(instr.kind == "reduce" for instr in unit.part.instrs) if unit in crossed else 0
         if unit in crossed and unit.part.draws:
             return "random numbers are drawn on one side of it"
-        if follows and not reads & late:
-            return "the columns' results are combined by another kernel, so it cannot take part in work per column"
+        if follows and not reads & late and not _only_columns(unit.part):
+            return "the columns' results are combined by another kernel, which does nothing else than work per column"
         if not follows and reads & late:
             return "columns are reduced over all programs, so their results are not known inside the kernel"
         if unit in crossed and not follows and any(i.level == KEPT and i.kind in ("load", "gather") for i in unit.part.instrs):
@@ -81,6 +81,12 @@ def refused(units: list[Unit], crossed: dict[Unit, None], kept: dict[Unit, None]
     if sums > MAX_COLUMN_SUMS:
         return f"more than {MAX_COLUMN_SUMS} sums of columns beside rows"
     return None
+
+
+def _only_columns(part: Part) -> bool:
+    """True where the part reads what it works on per column, so that the kernel which combines the columns' sums can do it."""
+    kinds = part.facts.kinds
+    return "load" in kinds and kinds <= {"load", "store", "expr", "scalar", "size"}
 
 
 def embedded(form: forms.Form, reduced: Reduced, numel: int, crossed: bool, level: int) -> forms.Form | None:

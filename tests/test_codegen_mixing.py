@@ -35,6 +35,21 @@ def test_layer_norm_gradients_are_one_pass_and_a_small_kernel(size: tuple[int, i
 
 
 @SIZES
+def test_updates_of_scale_and_shift_are_work_of_the_small_kernel(size: tuple[int, int]) -> None:
+    """Also what they do before they need the columns' sums, as weight decay does."""
+    def program(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        g, x, w, m, s, moment, bias = inputs
+        dx, dw, db = layer_norm_backward(g, x, w, m, s)
+        moment.mul_(0.9).add_(dw, alpha=0.1)
+        return [dx, moment, w.mul_(0.99).sub_(moment), bias.mul_(0.99).sub_(db)]
+
+    rows = [data(*size), data(*size, seed=1)]
+    inputs = [*rows, data(size[1]), data(size[0], 1), data(size[0], 1, seed=2), data(size[1], seed=3), data(size[1], seed=4)]
+    made = check(program, *inputs, count=2, tuning=SMALL, rtol=1e-4, atol=1e-4)
+    assert sum("for r in" in step.kernel.source for step in kernels(made)) == 1
+
+
+@SIZES
 @DTYPES
 def test_rows_and_columns_of_one_input(size: tuple[int, int], dtype: torch.dtype) -> None:
     near = {"rtol": 2e-2, "atol": 2e-1} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
