@@ -205,22 +205,22 @@ def test_every_address_of_a_launch_lies_in_memory_that_is_there() -> None:
     base = len(recording.graph.buffers)
     scratch = {temporary.id: base + index for index, temporary in enumerate(made.temporaries)}
     function = Function(1, 4, 0)
-    emits = [emit_launch(step, function, scratch) if isinstance(step, KernelStep) else emit_call(step.node) for step in made.steps]
+    emits = [emit_launch(one, function, scratch) if isinstance(one, KernelStep) else emit_call(one.node) for one in made.steps]
     program: Any = Recorded()
     assemble(recording.graph, program, emits, 0, [temporary.nbytes for temporary in made.temporaries])
     there = {slot: recording.graph.buffers[buffer].nbytes for buffer, slot in program.inputs}
     arenas = launches = 0
-    for what, *given in program.ran:
+    for what, *details in program.ran:
         if what == "alloc":
-            there[given[0]] = given[1]
-            arenas += given[0] >= base + len(scratch)
+            there[details[0]] = details[1]
+            arenas += details[0] >= base + len(scratch)
         elif what == "free":
-            del there[given[0]]
+            del there[details[0]]
         elif what == "call":
-            there.update({slot: recording.graph.buffers[slot].nbytes for slot in given[0] if slot >= 0 and slot not in there})
+            there.update({slot: recording.graph.buffers[slot].nbytes for slot in details[0] if slot >= 0 and slot not in there})
         else:
             launches += 1
-            assert all(0 <= offset < there[slot] for kind, slot, offset in given[0] if kind == POINTER)
+            assert all(0 <= offset < there[slot] for kind, slot, offset in details[0] if kind == POINTER)
     assert arenas == 1 and launches >= 3
 
 
