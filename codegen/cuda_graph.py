@@ -2,8 +2,8 @@
 
 A stretch is a run of steps of which each only launches work. What ends one is told by `Emit.blocked`: Python, collectives, ATen
 kernels that draw random numbers in a way of their own; and the border between two segments, so that a profile still shows each.
-The native core (csrc/graph.cpp) captures a stretch once its program has run a few times, and replays it as long as the memory that
-it reads stays where it is; small memory that moves, such as a batch, is copied.
+The native core (csrc/graph.cpp) captures a stretch once its program has run a few times, and replays it as long as the memory
+that it reads stays where it is; small memory that moves, such as a batch, is copied.
 """
 
 from __future__ import annotations
