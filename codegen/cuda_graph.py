@@ -57,13 +57,15 @@ _PHILOX = frozenset("""
     _scaled_dot_product_flash_attention bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ native_dropout normal_
     random_ uniform_
 """.split())
-"""Ops whose kernels find seed and offset in the GPU's memory while they are captured, and answer alike if they are not. Efficient
-attention doesn't: it puts its seed there for its backward in the one case, and into the host's memory in the other."""
+"""Ops whose kernels find seed and offset in the GPU's memory while they are captured, and answer alike if they are not."""
+_SEED_ELSEWHERE = frozenset(("_efficient_attention_forward", "_scaled_dot_product_efficient_attention"))
+"""Ops that hand their seed and offset, the third and the fourth result, to their backward: in the GPU's memory where they are
+captured, else in the host's. So both have to be captured, or neither."""
 
 
 def blocked_call(node: Node) -> str:
     """Why a CUDA graph can't hold the ATen call of ``node``; "": it can."""
-    if node.effects and node.name not in _PHILOX:
+    if node.effects and node.name not in _PHILOX | _SEED_ELSEWHERE:
         return f"{node.target} draws random numbers as no CUDA graph can"
     return "" if node.target.startswith("aten::") else f"{node.target} is not PyTorch's own"
 
@@ -72,8 +74,11 @@ def stretches(steps: Sequence[Step], spans: Sequence[tuple[int, int]], plan: Mem
     """``spans``: the program steps that belong to each of ``steps``, its allocations and frees included."""
     out: list[Stretch] = []
     filled = set(plan.inputs)
-    for first, last in runs(steps):
-        if last - first >= SHORTEST and not steps[first].blocked:
+    left = frozenset[int]()
+    while torn := torn_apart(steps, runs(steps, left), graph) - left:
+        left |= torn
+    for first, last in runs(steps, left):
+        if last - first >= SHORTEST and not steps[first].blocked and first not in left:
             part = stretch(steps, spans, plan, graph, range(first, last), filled)
             if stays(part, plan) <= KEPT:
                 out.append(part)
@@ -84,14 +89,27 @@ def stretches(steps: Sequence[Step], spans: Sequence[tuple[int, int]], plan: Mem
     return out
 
 
-def runs(steps: Sequence[Step]) -> list[tuple[int, int]]:
-    """Neighbours that are alike in being blocked or not, and in their segments."""
-    borders = [0]
-    for index in range(1, len(steps)):
-        before, now = steps[index - 1], steps[index]
-        if bool(before.blocked) != bool(now.blocked) or before.segments != now.segments:
-            borders.append(index)
-    return list(zip(borders, [*borders[1:], len(steps)])) if steps else []
+def runs(steps: Sequence[Step], left: frozenset[int] = frozenset()) -> list[tuple[int, int]]:
+    """Neighbours that are alike in being blocked, or ``left`` out, or not, and in their segments."""
+    kinds = [(bool(step.blocked) or index in left, step.segments) for index, step in enumerate(steps)]
+    borders = [index for index in range(len(steps)) if index == 0 or kinds[index - 1] != kinds[index]]
+    return list(zip(borders, [*borders[1:], len(steps)]))
+
+
+def torn_apart(steps: Sequence[Step], found: Sequence[tuple[int, int]], graph: Graph) -> frozenset[int]:
+    """Steps that hand a seed to others which are not in the same one of the runs ``found``, or to a later recording."""
+    home = {index: run for run in found for index in range(*run)}
+    users: dict[int, list[int]] = {}
+    for index, step in enumerate(steps):
+        for buffer in (*step.use.buffers, *step.use.makes):
+            users.setdefault(buffer, []).append(index)
+
+    def torn(index: int, node: Node) -> bool:
+        handed = [node.writes[place].value.buffer for place in node.returns[2:4] if place is not None]
+        return any(buffer.live or home[user] != home[index] for buffer in handed for user in users.get(buffer.index, ()))
+
+    return frozenset(index for index, step in enumerate(steps)
+                     for node in step.nodes if node.name in _SEED_ELSEWHERE and torn(index, node))
 
 
 def stretch(

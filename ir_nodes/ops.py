@@ -107,8 +107,11 @@ _HIDDEN_WRITES: dict[str, tuple[str, ...]] = {
     "native_batch_norm": ("running_mean", "running_var"),
 }
 
-# Tagged as drawing from a generator, but they refuse all that would draw.
-NEVER_DRAWS = ("aten::_scaled_dot_product_flash_attention_for_cpu",)
+# Tagged as drawing from a generator, but they refuse all that would draw, or draw again what their forward drew.
+NEVER_DRAWS = (
+    "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_cudnn_attention_backward",
+    "aten::_scaled_dot_product_efficient_attention_backward",
+)
 
 COLLECTIVE = ("collective", "wait")
 """The kinds of op that other ranks take part in."""

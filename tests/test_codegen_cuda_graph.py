@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 
 import lazy_backend
@@ -11,8 +12,8 @@ from codegen import cuda_graph
 from codegen.cuda_graph import Stretch, stretches
 from codegen.memory_plan import MemoryPlan, plan_memory
 from codegen.step_use import StepUse
-from ir_nodes import BufferKind, Graph, Node
-from ir_nodes.node import ScalarInput
+from ir_nodes import BufferKind, Graph, Layout, Node
+from ir_nodes.node import ScalarInput, Value, Write
 from lazy_backend.explain import optimised
 
 
@@ -68,6 +69,26 @@ def test_what_blocks_parts_a_program() -> None:
     (first, second), plan = cut(steps, graph("ifffffffff", live="9"))
     assert first.makes == (4,) and second.reads == (5,)  # what the call between them reads and writes
     assert first.last <= second.first and plan.slots == 10
+
+
+@pytest.mark.parametrize(("live", "blocked", "reader", "inside"), [
+    ("9", None, 8, True),
+    ("9", 6, 5, True),
+    ("93", None, 8, False),
+    ("9", 6, 8, False),
+], ids=["one stretch", "what parts comes later", "a later recording reads the seed", "its backward is in another stretch"])
+def test_attention_is_captured_with_its_backward_or_not_at_all(live: str, blocked: int | None, reader: int, inside: bool) -> None:
+    """Buffer 3 holds its seed, which lies in the host's memory where it was not captured."""
+    made = graph("ifffffffff", live=live)
+    writes = tuple(Write(Value(made.buffers[index], 1), None, Layout(torch.int64, (), (), 0), False) for index in (1, 2, 3, 4))
+    node = Node(0, "aten::_scaled_dot_product_efficient_attention", (), (), writes, (), (0, 1, 2, 3))
+    steps = chain(9)
+    steps[0] = Fake(StepUse((0,), (1, 2, 3, 4)), (1, 2, 3, 4), (node,))
+    steps[reader] = Fake(StepUse((reader, reader + 1, 3)), (reader + 1,))
+    if blocked is not None:
+        steps[blocked].blocked = "it runs Python"
+    found, _ = cut(steps, made)
+    assert len(found) == 1 and (found[0].first == 0) is inside
 
 
 def test_short_stretches_are_left_alone() -> None:
