@@ -26,7 +26,7 @@ from benchmarks.floors import floor, told
 from benchmarks.loop import parts
 from benchmarks.models import Sizes, sized
 from benchmarks.plot import draw
-from benchmarks.profiling import gpu_kernels
+from benchmarks.profiling import gpu_kernels, peak_on_gpu
 
 MODELS = ("gpt2", "llama")
 CONTESTANTS = ("eager", "compile", "reduce-overhead", "lazysched")
@@ -111,7 +111,7 @@ def observed(decoder: Decoder, run: Callable[[], Any], steps: int) -> Result:
     counted = {name: (after[name] - before[name]) / steps for name in after}
     one = run if steps == 1 else decoder.one_token
     kernels = gpu_kernels(one) if decoder.physical == "cuda" else []
-    peak = torch.cuda.max_memory_allocated() if decoder.physical == "cuda" else 0
+    peak = peak_on_gpu() if decoder.physical == "cuda" else 0
     return {"peak_bytes": peak, "counts": counted, "kernels": kernels}
 
 

@@ -1,4 +1,4 @@
-"""Which kernels a call runs on the GPU, by name and by kind. Imports torch."""
+"""Which kernels a call runs on the GPU, by name and by kind, and how much memory. Imports torch."""
 
 from __future__ import annotations
 
@@ -62,3 +62,10 @@ def listing(title: str, kernels: list[Kernel]) -> str:
     for name, count, time in kernels:
         lines.append(f"{time:10.1f} {count:6d} {time / count:9.2f} {time / total:6.1%}  {kind(name):<15}  {name}")
     return "\n".join(lines)
+
+
+def peak_on_gpu() -> int:
+    """Bytes that were in use at most since the peak was reset, those of CUDA graphs' own memory included: a replay writes there,
+    but PyTorch's allocator counts only what was allocated while the graph was captured."""
+    pools = [one for one in torch.cuda.memory_snapshot() if tuple(one["segment_pool_id"]) != (0, 0)]
+    return torch.cuda.max_memory_allocated() + sum(int(one["total_size"]) - int(one["allocated_size"]) for one in pools)

@@ -26,7 +26,7 @@ from benchmarks.floors import floor as measured_floor
 from benchmarks.loop import Loop, parts
 from benchmarks.models import TASKS, sized
 from benchmarks.plot import draw
-from benchmarks.profiling import Kernel, by_kind, gpu_kernels, listing
+from benchmarks.profiling import Kernel, by_kind, gpu_kernels, listing, peak_on_gpu
 
 CONTESTANTS = ("eager", "eager+fused", "compile", "compile+fused", "compile+opt", "reduce-overhead+fused", "reduce-overhead+opt",
                "max-autotune+fused", "max-autotune+opt", "lazysched")
@@ -55,7 +55,7 @@ def child(contestant: str, options: argparse.Namespace) -> None:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     times = [loop.seconds(options.steps) / options.steps for _ in range(options.blocks)]
-    peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_on_gpu() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     hand_in({
         "step_ms": [time * 1e3 for time in times],
         "first_steps_s": first,

@@ -19,6 +19,9 @@ import torch
 
 from lazy_backend import core
 
+LARGE = 1 << 28
+"""Bytes of a graph's memory for which it pays to give cached memory back, which waits for the GPU and happens once a graph."""
+
 
 @dataclass(frozen=True, eq=False)
 class Pool:
@@ -50,7 +53,7 @@ def capture(device: int, states: Sequence[torch.Generator], body: Callable[[int]
             for state in states:
                 graph.register_generator_state(state)
         with torch.cuda.stream(stream):
-            pool = pool_of(key)
+            pool, before = pool_of(key), torch.cuda.memory_reserved()
             graph.capture_begin(pool.handle, capture_error_mode="thread_local")
             try:
                 body(stream.cuda_stream)
@@ -59,6 +62,8 @@ def capture(device: int, states: Sequence[torch.Generator], body: Callable[[int]
             except BaseException:
                 abandon(graph, device, pool.handle)
                 raise
+        if torch.cuda.memory_reserved() - before >= LARGE:
+            torch.cuda.empty_cache()  # else what the runs before had taken would lie idle beside the graph's memory
     return graph.raw_cuda_graph_exec(), partial(launch, graph, pool)
 
 

@@ -68,7 +68,7 @@ def switched(put: Callable[[Any], Any], before: Any, other: Any) -> None:
 
 
 def test_attention_is_chosen_when_it_is_called() -> None:
-    x = torch.randn(1, 2, 16, 8, device="lazysched")
+    x = torch.randn(1, 2, 16, 8, device="lazysched").bfloat16()
     count = lazy_backend.stats()["flushes"]
     for backend in (torch.nn.attention.SDPBackend.MATH, torch.nn.attention.SDPBackend.FLASH_ATTENTION):
         with torch.nn.attention.sdpa_kernel(backend):
