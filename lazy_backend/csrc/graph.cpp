@@ -8,8 +8,7 @@
 
 namespace lazysched {
 
-static std::mutex pins_mutex;
-static std::unordered_map<const void*, int> pins;  // by address; what is allocated anew is nobody's yet
+static std::mutex pins_mutex; static std::unordered_map<const void*, int> pins;  // by address; of new memory none counts yet
 void pin(const c10::Storage& s, int by) { std::lock_guard lock(pins_mutex); auto& n = pins[s.data()]; n = by ? n + by : 0; }
 
 // Does anybody hold it who knows its address?
@@ -24,15 +23,16 @@ constexpr int kMisses = 4;  // captures in vain, before a stretch is left alone
 bool Runner::serve(Program::Graph& g, bool warm) {
   if (!capturer || g.misses >= kMisses || (g.exec && g.stream != stream)) return false;
   if (g.exec && ready(g)) return replay(g), true;
-  if (!rebind(g) || !warm) return false;
+  const bool same = rebind(g);
+  if (!warm) return false;
   try {
     TORCH_CHECK(++g.misses < kMisses, "memory that it reads moves, others keep what it makes, or numbers of its ATen calls change");
+    if (!same) return false;  // how much its calls draw may depend on their numbers: they run by themselves first
     capture(g);
   } catch (const std::exception& e) {
     const std::string why = e.what();
     count("CudaGraphRefused: " + why.substr(0, why.find('\n')));
-    g = {g.first, g.last};  // gives its memory back
-    g.misses = kMisses;
+    g = {g.first, g.last}, g.misses = kMisses;  // gives its memory back
     return false;
   }
   return replay(g), true;
