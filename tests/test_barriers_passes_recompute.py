@@ -108,6 +108,25 @@ def test_a_norm_in_float32_of_16_bit_numbers_keeps_the_16_bits() -> None:
     assert after.moved <= before.moved and after.peak <= before.peak
 
 
+def test_every_norm_along_a_residual_stream_is_computed_again() -> None:
+    """However much history the gradient of the stream has, which is summed in place."""
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = x.float()
+        return weight.bfloat16() * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-5)).bfloat16()
+
+    def stream(x: torch.Tensor, w: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        x, w = x.bfloat16(), w.bfloat16()
+        for _ in range(3):
+            y = norm(x, weight)
+            x = x + ((y @ w) * (y @ w.t()) + y @ (w + 1)) @ w
+            y = norm(x, weight)
+            x = x + ((y @ w) * (y @ w.t())) @ w
+        return x.float().square().sum()
+
+    before, after = check(trained(stream), *made((64, 64), (64, 64), (64,)))
+    assert after.moved < 0.84 * before.moved and after.peak < 0.7 * before.peak
+
+
 def test_swiglu_keeps_gate_and_input_only() -> None:
     before, after = check(trained(lambda x, a, b, c: ((F.silu(x @ a) * (x @ b)) @ c).square().sum()),
                           *made((64, 32), (32, 48), (32, 48), (48, 32)))

@@ -128,9 +128,9 @@ class _Recomputer:
         if cut is None or sum(network.capacity[one] for one in sinks) - sum(network.capacity[one] for one in cut) < LEAST:
             return None
         users = [node for node in nodes if any(read.value in sinks and read.value not in cut for read in node.reads)]
-        if not users:
+        begin = min((self.place[user] for user in users), default=-1)
+        if any(self._overwritten(value) < begin for value in cut) or not users:
             return None
-        begin = min(self.place[user] for user in users)
         gone = [one for one in sinks if one not in cut]
         if not self._fits(cut, gone, number, begin):
             for one in gone:
@@ -159,9 +159,8 @@ class _Recomputer:
 
     def _network(self, sinks: Sequence[Value], fixed: set[Value], space: Space, end: int) -> Network:
         found = Network()
-        waiting = list(sinks)
-        while waiting:
-            value = waiting.pop()
+        waiting = list(sinks)  # nearest first, so that no operand's history uses up what may be looked at
+        for value in waiting:
             if value in found.capacity:
                 continue
             found.capacity[value] = self._cost(value, value in fixed, value in sinks, end)
@@ -179,17 +178,21 @@ class _Recomputer:
 
     def _cost(self, value: Value, fixed: bool, sink: bool, end: int) -> int:
         """Bytes that move if the kernel reads ``value``, beyond what moves if nobody does for this kernel."""
-        newer = self.newer.get(value)
         if fixed:
             return 0
-        if newer is not None and newer.producer is not None and self.place[newer.producer] <= end:
-            return NEVER  # overwritten by then
+        if not sink and self._overwritten(value) <= end or value.producer and value.producer not in self.place:
+            return NEVER  # overwritten by then, or another kernel's copy, which nobody writes
         size = value.buffer.nbytes
         outside = self._readers(value)
         if sink:
             shared = value.buffer.live or any(other < 0 or not self.kernels[other][1] for other in outside)
             return size if shared else size + size // max(len(outside), 1)
         return size if outside or value.buffer.live or value.producer is None or not self._fused(value.producer) else 2 * size
+
+    def _overwritten(self, value: Value) -> int:
+        """Where the next value of its buffer is made."""
+        newer = self.newer.get(value)
+        return self.place[newer.producer] if newer is not None and newer.producer is not None else len(self.place)
 
     def _readers(self, value: Value) -> set[int]:
         """The kernels that read ``value``, but the one that makes it."""
