@@ -39,7 +39,7 @@ class IndexWriter:
         self._line("pid = tl.program_id(0)" + (".to(tl.int64)" if self.arguments.wide else ""))
         reduced = self.tile.reduced_axis
         if reduced is None and self.tile.axes[0] is not None:
-            over = f" + {self.tile.peel - 1}" if self.tile.peel else ""
+            over = f" + {self.tile.peel - 1}" if self.tile.peel > 1 else ""
             self._line(f"across = ({self._extent(1)}{over} + B1 - 1) // B1")
             self._line("row = pid // across")
             if self.tile.axes[2] is not None:
@@ -157,7 +157,27 @@ class IndexWriter:
         if self._guarded(number):
             bound = f"i{number} < {end or self._extent(number)}"
             self._line(f"m{number} = " + (f"(i1 >= 0) & ({bound})" if peeled else bound))
+        if self.tile.ragged:
+            self._ends(number)
         self._split(number)
+
+    def _ends(self, number: int) -> None:
+        """Where rows start on boundaries and end off them: their starts, and masks of the vectors with any of a row's elements
+        (v1) and with nothing else (w1)."""
+        width = self.tile.ragged
+        if number == 0:
+            self._line(f"base = i0 * {self.arguments.stride(self.tile.row)} // {width} * {width}")
+        elif not self._inside:
+            self._line(f"v1 = i1 < ({self._extent(1)} + {width - 1}) // {width} * {width}")
+            if any(step.stage == "store" and self._in_vectors(step) for step in self.body.steps):
+                self._line(f"w1 = i1 < {self._extent(1)} // {width} * {width}")
+
+    def _in_vectors(self, step: Step) -> bool:
+        """True for a load or store of such rows that starts on a boundary."""
+        access = step.access
+        if not self.tile.ragged or step.stage not in ("load", "store") or access is None or step.partial:
+            return False
+        return not access.shift and not access.scattered and access.byte_offset % 16 == 0 and self.tile.follows(step)
 
     def _split(self, number: int) -> None:
         """Define the index along each of the axis's dimensions, where an operand needs it."""
@@ -255,6 +275,8 @@ class IndexWriter:
             offset = "base + at"
         if self.tile.covered and step.stage in ("load", "store") and self.tile.follows(step):
             return "base + at", f"{self._rows_guard()}v1"
+        if self._in_vectors(step):
+            return "base + i1", " & ".join(["m0"] * self._guarded(0) + ["v1"] * (not self._inside))
         return offset, " & ".join(f"m{number}" for number in sorted(terms) if self._guarded(number))
 
     def _guarded(self, number: int) -> bool:

@@ -4,6 +4,8 @@ Rows that are looped over or cut among programs have blocks that lie within them
 load whole vectors, too, and mask what they compute with. Where columns are reduced, a program takes every so-many-th row, all of
 which lie equally far off a boundary, and loads whole vectors, whatever lies beside the row in them ("covered"): a vector with one
 element of the row lies in its memory's page. So does a program that holds its row in registers.
+
+Rows that start on boundaries and end off them ("ragged") are loaded in whole vectors, too: padded logits, 1,000 classes.
 """
 
 from __future__ import annotations
@@ -17,6 +19,10 @@ from ir_nodes import settings
 
 if TYPE_CHECKING:
     from codegen.tile import Axis, Tile
+
+KNOWN = 16
+"""What the compiler is told that sizes and strides are multiples of."""
+
 
 def walked(dims: tuple[int, ...], strides: tuple[int, ...], axes: tuple[Axis | None, Axis, Axis | None]) -> int | None:
     """The stride between rows of an operand that runs along axis 1 with stride 1; 0 where it has one row, None where neither."""
@@ -58,6 +64,26 @@ def cover(tile: Tile, body: Body, shortest: int) -> Tile:
     if tile.axes[1].extent < shortest or any(_unlike(step) for step in body.steps):
         return tile
     return replace(tile, covered=width, row=strides[0])
+
+
+def end_in_vectors(tile: Tile, body: Body, shortest: int) -> Tile:
+    """The tile, which loads 16 bytes at a time although its rows, whose starts lie on boundaries, end off them or are of a length
+    that the compiler does not know to be aligned. Rows below ``shortest`` elements are left as they are."""
+    if tile.peel > 1 or tile.covered or tile.depth or tile.axes[0] is None or tile.axes[2] is not None or body.backwards:
+        return tile
+    full = [step for step in body.steps if step.stage in ("load", "store") and step.level == FULL and id(step) in tile.strides]
+    rows = dict.fromkeys(walked(tile.dims, tile.strides[id(step)], tile.axes) for step in full)
+    strides = [stride for stride in rows if stride]
+    width = 16 // min((step.access.dtype.itemsize for step in full if step.access is not None), default=16)
+    cut = tile.share and tile.reduced_axis == 1 and not tile.mixed  # programs' shares of a row begin anywhere
+    if not settings.enabled("aligned_rows") or cut or len(strides) != 1 or strides[0] % width:
+        return tile
+    if width == 1 or tile.axes[1].extent < shortest or tile.axes[1].block % width:
+        return tile
+    if not (tile.axes[1].extent % KNOWN or strides[0] % KNOWN):  # the usual masks do not cut vectors
+        return tile
+    alone = tile.reduced_axis is None and tile.axes[0].block == 1
+    return replace(tile, ragged=width, row=strides[0], peel=1 if alone else tile.peel)
 
 
 def _unlike(step: Step) -> bool:

@@ -107,12 +107,13 @@ def _again(part: Part, instr: Instr, access: MemAccess, recipe: Recipe, recipes:
         part, taken, taken.access, deeper) else [taken]
     rows = [_row(value, instr, recipe) for value in recipe.rows]
     text = " - ".join(f"{{{index}}}" for index in range(len(rows) + 1))
-    if recipe.dtype in HALF:
-        text = f"({text}).to({TRITON_TYPES[recipe.dtype]}).to(tl.float32)"
-    elif not rows:
+    if not rows:
         text = "{0}"
     last = replace(instr, kind="expr", text=text, args=(made[-1], *rows), access=None, payload=None)
-    return [*made, *rows, last]
+    if recipe.dtype not in HALF:
+        return [*made, *rows, last]
+    exact = replace(last, rounded=None)
+    return [*made, *rows, exact, replace(last, text=f"{{0}}.to({TRITON_TYPES[recipe.dtype]}).to(tl.float32)", args=(exact,))]
 
 
 def _moved(access: MemAccess, recipe: Recipe) -> MemAccess:

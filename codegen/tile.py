@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 
 from codegen import forms
-from codegen.aligned import cover, peel, walked
+from codegen.aligned import cover, end_in_vectors, peel, walked
 from codegen.body import Body, Step, reduced_flags
 from codegen.instructions import FULL
 from codegen.product import Product
@@ -58,6 +58,7 @@ class Tile:
     peel: int = 0
     vectors: bool = False  # with ``peel`` above 1: blocks at a row's ends load whole vectors, too
     covered: int = 0  # as ``peel``, for programs that take every ``shares``-th row and mask whole vectors
+    ragged: int = 0  # above 1: rows start on 16-byte boundaries and end off them; so many elements lie between two
     row: int = 0
     packs: bool = True  # does the machine round two floats to bfloat16 at a time?
     mixed: bool = False  # programs walk ``share`` rows each, and sum columns beside
@@ -68,7 +69,7 @@ class Tile:
 
     def shape(self) -> tuple[object, ...]:
         """What two tiles of one body may differ in."""
-        return (self.axes, self.looped, self.num_warps, self.stages, self.depth, self.peel)
+        return (self.axes, self.looped, self.num_warps, self.stages, self.depth, self.peel, self.ragged)
 
 
 def addressed(body: Body) -> list[Step]:
@@ -78,7 +79,8 @@ def addressed(body: Body) -> list[Step]:
 
 def lay_out(body: Body, tuning: Tuning, share: int = 0, shares: int = 0) -> Tile:
     """The tile of ``body``; ``share`` above 0 makes the first kernel of a reduction split over ``shares`` programs."""
-    return replace(_laid_out(body, tuning, share, shares), packs=tuning.packs and settings.enabled("packed_rounding"))
+    tile = end_in_vectors(_laid_out(body, tuning, share, shares), body, tuning.covered)
+    return replace(tile, packs=tuning.packs and settings.enabled("packed_rounding"))
 
 
 def _laid_out(body: Body, tuning: Tuning, share: int, shares: int) -> Tile:

@@ -187,9 +187,9 @@ class InstructionWriter(IndexWriter):
             share, axis = ("pid", 1) if step.across else ("share", self._kept_axis())
             offset = f"{share} * {self._extent(axis)} + {offset}"
         (value,) = step.args
-        if offset == "base + at" and not self._inside:
+        if offset in ("base + at", "base + i1") and not self._inside:
             rows = self._rows_guard()
-            self._line(f"tl.store({self._pointer(step)} + base + at, {self._name(value)}, mask={rows}w1)")
+            self._line(f"tl.store({self._pointer(step)} + {offset}, {self._name(value)}, mask={rows}w1)")
             mask = f"{rows}m1 & (w1 == 0)"  # the rest of the vectors at both ends
         where = f"{self._pointer(step)} + {offset}" if offset else self._pointer(step)
         self._line(f"tl.store({where}, {self._name(value)}" + (f", mask={mask})" if mask else ")"))
