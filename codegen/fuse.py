@@ -17,6 +17,7 @@ from codegen.group import Group, Unit, joint_level, merge, new_group
 from codegen.instructions import MemAccess, Part
 from codegen.kernel import Plan, Refusal
 from codegen.lowered import Lowered
+from codegen.norm_rows import Norms
 from codegen.pad_products import pad_products
 from codegen.product import lower_product
 from codegen.pulled import nothing_known
@@ -82,12 +83,13 @@ def lower_all(graph: Graph, tuning: Tuning = HOPPER, lists: bool = True, lowered
     scratch, known = 0, nothing_known()
     recipes: inline.Recipes = {}
     makers: dict[Value, MemAccess] = {}
+    norms = Norms(graph, recipes)
     ordered, inlined = settings.enabled("loop_order"), settings.enabled("recompute")
     for node in graph.nodes:
         try:
             if not lists and info(node.target).kind in ("foreach", "optimizer"):
                 raise Unsupported("an op over lists")
-            parts = lowered.parts(node, scratch, tuning, known)
+            parts = inlined and norms.parts(node) or lowered.parts(node, scratch, tuning, known)
         except Unsupported as refusal:
             made = tuple(write.value for write in node.all_writes())
             units.append(Unit(len(units), node, None, str(refusal), tuple(node.inputs()), made))

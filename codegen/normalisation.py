@@ -91,15 +91,31 @@ def lower_layer_norm(node: Node, scratch: int) -> list[Part]:
     variance = mean_of(lowering, lowering.reduce("add", lowering.expr("{0} * {0}", centred, dtype=value.dtype)))
     eps = lowering.read(args["eps"], value.dtype)
     scale = lowering.expr("tl.rsqrt({0} + {1})", variance, eps, dtype=value.dtype)
-    result = lowering.expr("{0} * {1}", centred, scale, dtype=value.dtype)
-    if args.get("weight") is not None:
-        result = lowering.expr("{0} * {1}", result, lowering.read(args["weight"], value.dtype), dtype=value.dtype)
-    if args.get("bias") is not None:
-        result = lowering.expr("{0} + {1}", result, lowering.read(args["bias"], value.dtype), dtype=value.dtype)
-    lowering.write(0, result)
+    _write_scaled(lowering, args, centred, scale)
     write_kept(lowering, 1, mean, dims)
     write_kept(lowering, 2, scale, dims)
     return [lowering.part]
+
+
+def _write_scaled(lowering: Lowering, args: dict[str, Any], centred: Instr, scale: Instr) -> None:
+    """The norm's first result, of the input less its rows' means and the reciprocal deviations."""
+    result = lowering.expr("{0} * {1}", centred, scale, dtype=centred.dtype)
+    if args.get("weight") is not None:
+        result = lowering.expr("{0} * {1}", result, lowering.read(args["weight"], centred.dtype), dtype=centred.dtype)
+    if args.get("bias") is not None:
+        result = lowering.expr("{0} + {1}", result, lowering.read(args["bias"], centred.dtype), dtype=centred.dtype)
+    lowering.write(0, result)
+
+
+def normalised_by(node: Node, mean: Operand, scale: Operand) -> Part:
+    """native_layer_norm's first result where its rows' means and reciprocal deviations are known."""
+    args = arguments(node)
+    source = operand_of(args["input"])
+    lowering = Lowering(node, source.layout.size)
+    value = lowering.load(source)
+    centred = lowering.expr("{0} - {1}", value, lowering.load(mean), dtype=value.dtype)
+    _write_scaled(lowering, args, centred, lowering.load(scale))
+    return lowering.part
 
 
 def lower_layer_norm_backward(node: Node, scratch: int) -> list[Part]:
