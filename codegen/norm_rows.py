@@ -1,5 +1,5 @@
-"""Lets copies of a layer norm read their rows' means and deviations instead of reducing rows again. Imports `ir_nodes` and codegen's
-lowering modules.
+"""Lets copies of a layer norm read their rows' means and deviations instead of reducing rows again. Imports `ir_nodes` and
+codegen's lowering modules.
 
 `barriers.passes.recompute` copies a norm to kernels that read its input anyway. What such a copy lacks are two numbers per row,
 which the first of them can leave: the rest is elementwise.

@@ -49,9 +49,9 @@ def can_fuse(left: Group, right: Group) -> Joint | str:
         return "each draws random numbers"
     if left.scans | right.scans == 3:
         return "they scan in opposite directions"
-    if left.operands + right.operands > MAX_OPERANDS and _distinct(left, right) > MAX_OPERANDS:
-        return f"more than {MAX_OPERANDS} operands in one kernel"
     joint = joint_space(left, right)
+    if left.operands + right.operands > MAX_OPERANDS and _distinct(left, right, joint) > MAX_OPERANDS:
+        return f"more than {MAX_OPERANDS} operands in one kernel"
     if isinstance(joint, str):
         return joint
     if left.multiplies + right.multiplies + (joint.reduced is not None) > 1:
@@ -63,13 +63,17 @@ def can_fuse(left: Group, right: Group) -> Joint | str:
     return _memory_reason(left, right, joint) or _split_reason(left, right, joint) or joint
 
 
-def _distinct(left: Group, right: Group) -> int:
-    """Operands in memory: what a value is read or written through, but for values that stay inside."""
+def _distinct(left: Group, right: Group, joint: Joint | str) -> int:
+    """Operands in memory: what a value is read or written through, but for values that stay inside. Where columns are reduced
+    beside rows, what follows them is a kernel of its own: the larger number of the two."""
     inside = dict.fromkeys((*left.units, *right.units))
     hidden = {value for unit in inside if not unit.lasts and unit.followers and all(other in inside for other in unit.followers)
               for value in unit.makes}
-    return len({(access.value.buffer.index, access.form, access.dtype, access.byte_offset) for unit in inside
-                for _, access in (unit.part.accesses() if unit.part else ()) if access.value not in hidden})
+    crossed = () if isinstance(joint, str) else joint.crossed
+    behind = dict.fromkeys(unit for unit in crossed if unit.part is not None and unit.part.reduced is None)
+    kernels = [behind, [unit for unit in inside if unit not in behind]] if behind else [inside]
+    return max(len({(access.value.buffer.index, access.form, access.dtype, access.byte_offset) for unit in units if unit.part
+                    for _, access in unit.part.accesses() if access.value not in hidden}) for units in kernels)
 
 
 def _memory_reason(left: Group, right: Group, joint: Joint) -> str | None:

@@ -74,6 +74,54 @@ def test_rows_off_boundaries_are_read_and_written_in_vectors() -> None:
         assert "st.global.v4.b32" in text
 
 
+def padded(count: int, length: int, room: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """Rows of ``length`` elements in the first part of rows of ``room``."""
+    return torch.randn(count, room).to(dtype)[:, :length]
+
+
+def loss_gradient(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    share = torch.log_softmax(logits, 1)
+    aten = torch.ops.aten
+    loss, weight = aten.nll_loss_forward(share, target, None, 1, -100)
+    return aten._log_softmax_backward_data(
+        aten.nll_loss_backward(loss, share, target, None, 1, -100, weight), share, 1, torch.bfloat16)
+
+
+@pytest.mark.parametrize("length, room", [(5002, 5008), (5003, 5016), (1000, 1000)])
+def test_rows_that_end_off_boundaries_are_read_and_written_in_vectors(length: int, room: int) -> None:
+    programs: tuple[Callable[..., Any], ...] = (torch.Tensor.add_, lambda x, y: x.copy_(y.softmax(-1)),
+                                                lambda x, y: x.copy_(F.layer_norm(x + y, (length,))),
+                                                lambda x, y: (x + y).logsumexp(-1))
+    for program in programs:
+        text = ptx(program, padded(64, length, room), padded(64, length, room))
+        assert "ld.global.v4.b32" in text and not count(text, "ld.global.b16")
+        check(program, padded(5, length, room), padded(5, length, room), atol=5e-2, rtol=2e-2)
+    check(lambda x, y: ((x + y).sum(0), x.float().sum(1)), padded(5, length, room), padded(5, length, room), rtol=2e-2, atol=5e-2)
+    looped = HOPPER.changed("persistent=512,looped=512,online=512,pointwise_block=512")
+    for program in (lambda x: x.softmax(-1), lambda x: x.logsumexp(-1), torch.relu_):
+        check(program, padded(5, length, room), tuning=looped)
+    check(lambda x: x.argmax(-1), padded(3, length, room))
+
+
+def test_what_lies_behind_a_rows_end_is_left_alone() -> None:
+    def program(whole: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        whole[:, :5003].mul_(other[:, :5003])
+        return whole
+
+    for columns in (5008, 5016):
+        check(program, rows(5, columns), rows(5, columns), count=1)
+
+
+def test_a_losss_gradient_compares_a_place_in_one_instruction() -> None:
+    target = torch.tensor([3, -100, 5002, 0])
+    made = check(loss_gradient, padded(4, 5003, 5008), target, atol=1e-2)
+    (step,) = [step for step in kernels(made) if "backward" in step.kernel.name]
+    text = str(triton_compile.compile_for_hopper(step.kernel, CACHE).handle.asm["ptx"])
+    assert "ld.global.v4.b32" in text and "st.global.v4.b32" in text
+    assert step.kernel.source.count("_bf16(t") >= 2, "the loss's gradient and log-softmax are rounded in one instruction each"
+    assert count(text, "setp.eq.b64") < 4 and count(text, "setp.ne.b64") < 4
+
+
 def test_rows_that_would_leave_registers_empty_are_looped_over() -> None:
     for length, looped in ((5003, True), (4001, False), (5000, False), (1003, False)):
         (step,) = kernels(plan(record(lambda x: x.softmax(-1), rows(64, length))[0].graph))

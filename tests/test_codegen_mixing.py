@@ -59,6 +59,29 @@ def test_rows_and_columns_of_one_input(size: tuple[int, int], dtype: torch.dtype
     check(lambda x, y: (x.softmax(1), (x * y).sum(0).float() + 1), x, y, count=2, tuning=SMALL, **near)
 
 
+def test_what_is_decayed_before_its_gradient_is_known_stays_in_the_small_kernel() -> None:
+    """AdamW multiplies weights and moments first; there are more of them than one kernel takes operands."""
+    aten = torch.ops.aten
+
+    def program(grad: torch.Tensor, x: torch.Tensor, rest: torch.Tensor, *state: torch.Tensor) -> list[torch.Tensor]:
+        _, mean, scale = aten.native_layer_norm(x, [24], state[0], state[1], 1e-5)
+        dx, dw, db = aten.native_layer_norm_backward(grad, x, [24], mean, scale, state[0], state[1], [True, True, True])
+        total = rest + dx
+        gradients = [dw, db, total.sum(0)]
+        for index, one in enumerate(gradients):
+            weight, first, second = state[index], state[index + 3], state[index + 6]
+            weight.mul_(0.99)
+            first.lerp_(one, 0.1)
+            second.mul_(0.999).addcmul_(one, one, value=0.001)
+            weight.addcdiv_(first, second.sqrt().add_(1e-3), value=-0.01)
+        return [total, *state]
+
+    state = [torch.rand(24) + 0.5 for _ in range(9)]
+    made = check(program, data(64, 24), data(64, 24, seed=1), data(64, 24, seed=2), *state, rtol=1e-3, atol=1e-3, tuning=SMALL)
+    names = [step.kernel.name for step in kernels(made)]
+    assert len(names) == 2, f"one pass over rows and columns, a small kernel: {names}"
+
+
 def test_a_row_that_needs_the_columns_is_another_pass() -> None:
     made = check(lambda x: (x - x.mean(0)).sum(1), data(64, 32), tuning=SMALL, rtol=1e-4, atol=1e-4)
     assert len(kernels(made)) == 3
