@@ -216,6 +216,8 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
     else:
         block_r, looped, lane = row_block(body, tuning, looped)
         block_x = 1 if looped else min(max(tuning.tile // block_r, 1), power_of_two(body.kept))
+    if tuning.walks and not (looped or column or share) and body.kept >= tuning.walks and body.extent <= tuning.mixed_row:
+        return _mixed(body, dims, strides, (kept, gone), tuning)
     warps = _warps(block_x * block_r, tuning.pointwise_lane if body.crowded else lane, 32)
     if looped and not column and not share and warps_resident(body, tuning) > warps:
         warps = warps_resident(body, tuning)

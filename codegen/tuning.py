@@ -40,7 +40,8 @@ class Tuning:
     once, so that the cache holds them, or 0. ``split_column`` and ``split_row``: the
     longest reduction that is left to one program where there are few results; ``split_numel``: below so many elements none is
     split. ``mixed_row``, ``mixed_rows``: the longest row and the fewest rows that are reduced together with columns,
-    ``mixed_tile``: elements per step of that, ``shared_bytes``: what its loads ahead may take of a multiprocessor's memory.
+    ``mixed_tile``: elements per step of that, ``shared_bytes``: what its loads ahead may take of a multiprocessor's memory;
+    ``walks``: the fewest short rows of which programs walk several so although no columns are reduced, or 0.
     ``product_rows``, ``product_columns``, ``product_depth``: a matrix product's block, and how many summands its loop takes
     at a time. ``pointwise_lane``: 4-byte elements per thread of a kernel that reduces nothing, ``thread_bytes``: what these
     may take in all its operands together. ``philox_blocks``: blocks of 256 threads that the machine runs at a time, which
@@ -70,6 +71,7 @@ class Tuning:
     mixed_row: int = 8192
     mixed_rows: int = 512
     mixed_tile: int = 2048
+    walks: int = 0
     shared_bytes: int = 160 << 10
     pointwise_lane: int = 8
     thread_bytes: int = 128

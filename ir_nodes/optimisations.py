@@ -20,7 +20,7 @@ OPTIMISATIONS: dict[str, str] = {
     "mix_order": "row and column reductions of one input share a pass over it",
     "split": "long reductions with few results are split over programs",
     "tiling": "two-dimensional tiles where operands disagree on the fast axis",
-    "aligned_rows": "rows that start off 16-byte boundaries are read in blocks that start on them",
+    "aligned_rows": "rows that start or end off 16-byte boundaries are read in whole vectors",
     "loop_order": "a kernel walks its dimensions in the order that suits its operands",
     "packed_rounding": "rounding to bfloat16 between two steps of a kernel is one instruction",
     "combo": "small kernels that do not depend on one another share a launch",

@@ -59,6 +59,21 @@ def test_rows_and_columns_of_one_input(size: tuple[int, int], dtype: torch.dtype
     check(lambda x, y: (x.softmax(1), (x * y).sum(0).float() + 1), x, y, count=2, tuning=SMALL, **near)
 
 
+@SIZES
+@DTYPES
+def test_programs_may_walk_several_rows(size: tuple[int, int], dtype: torch.dtype) -> None:
+    """They load ahead, and know once what all rows share."""
+    walking = Tuning(walks=8, mixed_rows=8, mixed_tile=64, cores=2)
+    columns = size[1:]
+
+    def program(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        return [F.layer_norm(x + y, columns, w), (x + y).softmax(-1), x.sum(1)]
+
+    made = check(program, data(*size, dtype=dtype), data(*size, dtype=dtype, seed=1), data(*columns, dtype=dtype, seed=2),
+                 tuning=walking, rtol=2e-2, atol=2e-2)
+    assert all("for r in tl.range(begin, end, B0" in step.kernel.source for step in kernels(made))
+
+
 def test_what_is_decayed_before_its_gradient_is_known_stays_in_the_small_kernel() -> None:
     """AdamW multiplies weights and moments first; there are more of them than one kernel takes operands."""
     aten = torch.ops.aten
