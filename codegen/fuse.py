@@ -167,6 +167,8 @@ def add_dependencies(graph: Graph, units: Sequence[Unit], order: Iterable[tuple[
             producers.setdefault(value, {})[unit] = None
             unit.lasts = unit.lasts or value in outputs
             old = overwritten.get(value)
+            while old is not None and old not in producers and old not in users:  # its readers know it without memory
+                old = overwritten.get(old)
             if old is not None:
                 unit.before.update(users.get(old, {}))
                 unit.before.update(producers.get(old, {}))
