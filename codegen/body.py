@@ -187,10 +187,10 @@ class BodyBuilder:
 
     def _loosest(self, form: Form, level: int) -> int:
         """A load that does not change along the reduced dimensions belongs outside the loop over them."""
+        if not any(stride for _, stride in form):
+            return UNIFORM if self.group.reduced is None or self.group.split else KEPT
         if self.group.split:
             return level
-        if not any(stride for _, stride in form):
-            return UNIFORM if self.group.reduced is None else KEPT
         if self.group.reduced is None or level == KEPT:
             return level
         dims = forms.dims_of(self._cuts(form), self.group.numel)

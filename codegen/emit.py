@@ -11,7 +11,7 @@ from codegen.instructions import KEPT
 from codegen.kernel import Kernel, KernelStep, Temporary
 from codegen.onehot import sum_one_hots
 from codegen.online import merge_passes
-from codegen.reuse import reuses
+from codegen.reuse import reuses, walks_once
 from codegen.source_args import ArgumentList
 from codegen.split import mixed_body, split_body
 from codegen.tile import Tile, lay_out, mixed_blocks, whole_shares
@@ -101,7 +101,8 @@ def _launch(body: Body, tile: Tile, nodes: tuple[Node, ...], scratch: Scratch) -
     stores = [step.access.value for step in body.steps if step.stage == "store" and step.access]
     return KernelStep(kernel, (_programs(tile), 1, 1), tuple(entry[2] for entry in arguments.entries), nodes,
                       tuple(body.elided), _sources(arguments, loads), _sources(arguments, stores),
-                      flat=tile.axes[1].extent if tile.axes[0] is None else 0, reuses=() if tile.looped else reuses(body),
+                      flat=tile.axes[1].extent if tile.axes[0] is None else 0,
+                      reuses=() if tile.looped and not walks_once(body) else reuses(body),
                       picks=_picks(body))
 
 

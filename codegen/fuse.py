@@ -18,6 +18,7 @@ from codegen.instructions import MemAccess, Part
 from codegen.kernel import Plan, Refusal
 from codegen.lowered import Lowered
 from codegen.norm_rows import Norms
+from codegen.onehot import Hots, known_sums, remember_hot
 from codegen.pad_products import pad_products
 from codegen.product import lower_product
 from codegen.pulled import nothing_known
@@ -82,6 +83,7 @@ def lower_all(graph: Graph, tuning: Tuning = HOPPER, lists: bool = True, lowered
     units: list[Unit] = []
     scratch, known = 0, nothing_known()
     recipes: inline.Recipes = {}
+    hots: Hots = {}
     makers: dict[Value, MemAccess] = {}
     norms = Norms(graph, recipes)
     ordered, inlined = settings.enabled("loop_order"), settings.enabled("recompute")
@@ -100,7 +102,7 @@ def lower_all(graph: Graph, tuning: Tuning = HOPPER, lists: bool = True, lowered
         for part in parts:
             makers.update(stores(part))
         if inlined:
-            parts = [inline.inline(part, recipes) for part in parts]
+            parts = [known_sums(inline.inline(part, recipes), hots) for part in parts]
         known.remember(node, parts)
         partial = {write.value: write.base for write in node.all_writes() if write.base is not None
                    and not write.layout.covers(write.value.buffer.nbytes)}
@@ -109,6 +111,7 @@ def lower_all(graph: Graph, tuning: Tuning = HOPPER, lists: bool = True, lowered
             units.append(Unit(len(units), node, part, "", needs, makes))
             scratch += sum(1 for value in makes if value.buffer.index < 0)
         inline.remember(graph, node, parts, recipes)
+        remember_hot(graph, node, parts, hots)
     return units
 
 

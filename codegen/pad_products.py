@@ -13,6 +13,7 @@ from typing import Any
 from codegen.pad_rows import VECTOR, pad_rows
 from ir_nodes import BufferKind, Graph, Layout, Node
 from ir_nodes.node import Buffer, Operand, Target, Value, Write
+from ir_nodes.ops import info
 from ir_nodes.remarks import Remarks
 
 FORMS = {"mm": ("mk", "kn", "mn"), "addmm": ("mn", "mk", "kn", "mn")}
@@ -91,6 +92,7 @@ class Padder:
         """Make the padding zero before ``product``, and let all that follows read the buffer so."""
         values = self.graph.values[buffer.index]
         old = values[-1]
+        self.sum_first(product, old)
         at = self.graph.nodes.index(product)
         node = Node(product.index, "aten::zero_", (Target(0),), (), (), segment=product.segment, stage=product.stage, again=True,
                     relaid=True)
@@ -104,6 +106,18 @@ class Padder:
             del old.users[user]
             new.users[user] = None
         old.users[node] = None
+
+    def sum_first(self, product: Node, value: Value) -> None:
+        """Let sums of ``value`` come before ``product``, so that they read it as its maker left it, and may share its kernel."""
+        at = self.graph.nodes.index(product)
+        there = set(self.graph.nodes[:at])
+        for user in [node for node in self.graph.nodes[at + 1 :] if node in value.users and node.stage == product.stage]:
+            known = all(read.value.producer is None or read.value.producer in there for read in user.reads)
+            fresh = not user.effects and all(write.base is None for write in user.writes)
+            if known and fresh and info(user.target).kind == "reduction":
+                self.graph.nodes.remove(user)
+                self.graph.nodes.insert(at, user)
+                at += 1
 
 
 def pad_products(graph: Graph, remarks: Remarks | None = None) -> dict[Buffer, str]:

@@ -1,9 +1,10 @@
 """Which operands a kernel's results may be written over. Imports codegen's leaf modules and `ir_nodes`.
 
 A program that holds all it needs of some elements in registers may write its results to the same place: that is what an in-place
-op does. A kernel that walks its elements several times would read its own results, so it is never asked. The result has to be
-computed from what it replaces: a program's threads wait for one another where values pass between them, and nowhere else, so a
-thread could otherwise store an element that another has yet to load.
+op does. A kernel that walks its elements several times would read its own results, so it is never asked; one that walks them
+once, block by block, holds a block at a time. The result has to be computed from what it replaces: a program's threads wait for
+one another where values pass between them, and nowhere else, so a thread could otherwise store an element that another has yet
+to load.
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ def reuses(body: Body) -> tuple[tuple[Value, Value], ...]:
                       if others[0].stage == "load" and other.nbytes == buffer.nbytes and same_elements(others[0], steps[0])
                       and all(computed_from(store, others) for store in steps)]
     return tuple(found)
+
+
+def walks_once(body: Body) -> bool:
+    """Does a kernel that walks its elements in a loop need but one pass, so that it is done with each block before the next?"""
+    return all(step.phase == 0 if step.level == FULL else step.phase <= 1 for step in body.steps
+               if step.level == FULL or step.stage in ("reduce", "scan"))
 
 
 def computed_from(store: Step, loads: list[Step]) -> bool:

@@ -131,11 +131,12 @@ def _warps(elements: int, per_lane: int, most: int = 16) -> int:
     return max(1, min(most, power_of_two(elements // (32 * per_lane))))
 
 
-def _lane(body: Body, tuning: Tuning) -> int:
+def _lane(body: Body, strides: Strides, tuning: Tuning) -> int:
     """Elements per thread of a body that reduces nothing: as many as its operands allow, so that threads with many of them have
     registers for all."""
     lane = tuning.pointwise_lane * (2 if narrow(body) else 1)
-    widths = [(step.stage, step.access.dtype.itemsize) for step in body.steps if step.access is not None and step.level == FULL]
+    widths = [(step.stage, step.access.dtype.itemsize) for step in body.steps if step.access is not None and step.level == FULL
+              and any(strides.get(id(step), (1,))[-1:])]  # one number for a row takes next to nothing
     moved, widest = sum(width for _, width in widths), max((width for _, width in widths), default=4)
     if ("store", 1) in widths and widest > 1:  # so that threads have as many elements of a mask as of what it masks
         lane = min(lane, 16 // widest)
@@ -146,7 +147,7 @@ def _lane(body: Body, tuning: Tuning) -> int:
 
 def _pointwise(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuning) -> Tile:
     last = len(dims) - 1
-    lane = _lane(body, tuning)
+    lane = _lane(body, strides, tuning)
     usual = tuning.pointwise_block * (2 if lane > tuning.pointwise_lane and tuning.pointwise_block <= 4096 else 1)
     block = usual if body.numel > usual * 64 else usual // 4  # few programs: smaller ones
     if tuning.pointwise_block > 4096:

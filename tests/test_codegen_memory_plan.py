@@ -115,6 +115,24 @@ def test_a_result_is_not_written_over_what_it_is_not_computed_from() -> None:
     same(recording, made, memory)
 
 
+def test_rows_that_are_summed_up_in_one_pass_are_written_over_what_they_are_made_of() -> None:
+    """Not so where they are walked again for what was summed."""
+    x, w = torch.randn(1 << 12, 32), torch.randn(32, 32) / 6
+
+    def once(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = (x @ w).sin()
+        return y @ w, y.sum(0)
+
+    recording, _ = record(once, x, w)
+    made, memory = planned(recording.graph)
+    kernel = next(step for step in made.steps if isinstance(step, KernelStep))
+    assert "for r in" in kernel.kernel.source and len(kernel.reuses) == 1 and memory.reused
+    same(recording, made, memory)
+    recording, _ = record(lambda x, w: (lambda y: (y - y.mean(0)).sin() @ w)(x @ w), x, w)
+    assert not any(step.reuses for step in planned(recording.graph)[0].steps
+                   if isinstance(step, KernelStep) and "for r in" in step.kernel.source)
+
+
 def test_what_a_collective_sends_is_not_written_over() -> None:
     """It may be waited for in a later recording, when nobody holds the tensor any more."""
     graph = Graph()

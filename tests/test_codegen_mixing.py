@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from graphs import check, kernels, values_named
 
 from codegen.tuning import Tuning
+from ir_nodes.node import Value
 
 SMALL = Tuning(split_numel=64, mixed_rows=8, mixed_tile=64, cores=2, split_column=8, split_rows=8, programs=8)
 PEELED = Tuning(persistent=16, looped=16, online=16, tile=64, peeled=16, pointwise_block=32)
@@ -120,6 +121,27 @@ def test_a_loss_keeps_no_wide_logits(dtype: torch.dtype, columns: int, reduction
         written = [value.buffer.nbytes for step in kernels(made) for value in step.writes if hasattr(value, "buffer")]
         assert max(written) <= 9 * columns * dtype.itemsize
         assert values_named(made)
+
+
+@DTYPES
+@pytest.mark.parametrize("columns", [71, 128])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_bias_before_a_loss_is_summed_where_the_gradient_is_made(dtype: torch.dtype, columns: int, rounded: bool) -> None:
+    """The gradient of log-softmax sums rows with one element each, which needs no pass; its columns are another sum."""
+    target = torch.randint(0, columns, (70,), generator=torch.Generator().manual_seed(0))
+    target[2] = -100
+
+    def program(x: torch.Tensor) -> list[torch.Tensor]:
+        x = x.detach().requires_grad_()
+        loss = F.nll_loss(torch.log_softmax(x, 1).float() if rounded else torch.log_softmax(x.float(), 1), target)
+        (grad,) = torch.autograd.grad(loss, x)
+        return [loss.detach(), grad, grad.sum(0)]
+
+    near = {"rtol": 2e-2, "atol": 2e-3} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
+    made = check(program, data(70, columns, dtype=dtype), tuning=SMALL.changed("mixed_row=8"), count=4, **near)
+    both = kernels(made)[-2]
+    assert "for r in" in both.kernel.source and "tl.reduce" in both.kernel.source
+    assert sum(isinstance(value, Value) for value in both.writes) == 1
 
 
 @DTYPES

@@ -58,6 +58,24 @@ def test_sizes_are_rounded_up_where_all_is_internal() -> None:
     assert sorted(node.writes[0].layout.size for node in zeros) == [(7, 16), (512, 7)]
 
 
+def test_sums_of_a_padded_matrix_are_taken_before_its_padding_is_filled() -> None:
+    weight, bias = (torch.randn(*size, device="lazysched").requires_grad_() for size in ((2057, 16), (2057,)))
+    x, target = torch.randn(512, 16, device="lazysched").requires_grad_(), torch.randint(2057, (512,), device="lazysched")
+    lazy_backend.mark_step()
+    with torch.autocast("lazysched", torch.bfloat16):
+        logits = torch.nn.functional.linear(x, weight, bias)
+    torch.nn.functional.cross_entropy(logits.float(), target).backward()
+    assert x.grad is not None and weight.grad is not None and bias.grad is not None
+    graph = optimised([x.grad, weight.grad, bias.grad])
+    steps = plan(graph).steps
+    verify(graph)
+    (zero,) = [node for node in graph.nodes if node.name == "zero_" and node.instr < 0 and node.writes[0].layout.size == (512, 7)]
+    (total,) = [node for node in graph.nodes if node.name == "sum"]
+    assert total.reads[0].value is zero.writes[0].base
+    assert any({"_log_softmax_backward_data", "sum"} <= {node.name for node in step.nodes}
+               for step in steps if isinstance(step, KernelStep))
+
+
 def test_what_is_seen_outside_keeps_its_rows() -> None:
     graph = recorded(512, 2057, outside=True)
     refused = pad_products(graph)
