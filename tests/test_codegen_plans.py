@@ -161,8 +161,8 @@ def test_alike_layers_equal_eager(tuning: Tuning) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(program=steps(barriers=False))
-@example(program=[("in_place", 257, 1, 0), ("drop", 0, 0, 0), ("unary", 0, 0, 0), ("in_place", 162, 0, 498), ("in_place", 52, 0, 0),
-                  ("binary", 1, 1, 0)])  # reads what is then overwritten by a value that its only reader computes for itself
+@example(program=[("in_place", 257, 1, 0), ("drop", 0, 0, 0), ("unary", 0, 0, 0), ("in_place", 162, 0, 498),
+                  ("in_place", 52, 0, 0), ("binary", 1, 1, 0)])  # overwritten by what its only reader computes for itself
 def test_random_programs_equal_eager(program: list[Step]) -> None:
     check(lambda *given: interpret(program, list(given)), *inputs("cpu"), extern=None, rtol=1e-2, atol=1e-2)
 
