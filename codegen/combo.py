@@ -30,6 +30,9 @@ HELD, FAR = 4 << 20, 16 << 20
 be held for longer, and be read from memory instead of from the cache, where that costs more than the launch: about a
 microsecond for so many."""
 
+WAITING = 64 << 20
+"""Bytes of intermediate results that steps below ``HELD`` may hold together for a launch that they share."""
+
 TRIES, MAX_DEGREE = 4, 256
 WARPS_APART = 4
 
@@ -52,6 +55,7 @@ class Item:
     reading: int | None = None
     writing: int | None = None
     nbytes: int = 0
+    held: int = 0  # bytes of intermediate results of steps that have few
     warps: tuple[int, ...] = ()  # what its kernels were laid out for, those that have no preference left out
     kernels: dict[KernelKey, None] = field(default_factory=dict)
     joined: "Item | None" = None
@@ -150,10 +154,10 @@ def items_of(plan: Plan) -> list[Item]:
 def _describe(item: Item, step: Step, made: set[Held], used: set[Held]) -> None:
     read, written = touched(step)
     item.nbytes = sum(moved(step, value) for value in (*read, *written))
-    if sum(size_of(value) for value in read if value in made) > HELD:
-        item.reading = item.ready
-    if sum(size_of(value) for value in written if value in used) > HELD:
-        item.writing = item.due
+    taken, left = (sum(map(size_of, values)) for values in (made.intersection(read), used.intersection(written)))
+    item.reading = item.ready if taken > HELD else None
+    item.writing = item.due if left > HELD else None
+    item.held = sum(size for size in (taken, left) if size <= HELD)
     key = kernel_key(step)
     if key is not None and isinstance(step, KernelStep):
         item.kernels[key] = None
@@ -199,7 +203,7 @@ class Joiner:
             return "they need programs of different sizes"
         if shared_level(group, item) is None:
             return "what lies between them has to run between them"
-        if not self._near(group, item):
+        if group.held + item.held > WAITING or not self._near(group, item):
             return "large results would be held for longer"
         return ""
 
@@ -242,6 +246,7 @@ def unite(group: Item, item: Item) -> None:
     group.reading = min((start for start in (group.reading, item.reading) if start is not None), default=None)
     group.writing = max((end for end in (group.writing, item.writing) if end is not None), default=None)
     group.nbytes += item.nbytes
+    group.held += item.held
     group.warps = tuple(dict.fromkeys(group.warps + item.warps))
     group.kernels.update(item.kernels)
     item.joined = group

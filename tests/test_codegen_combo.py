@@ -164,6 +164,8 @@ def test_large_results_do_not_wait_for_a_shared_launch(monkeypatch: pytest.Monke
     assert len(kernels(combine(plan(updates(1 << 19, 1 << 4))))) == 1
     made = combine(plan(updates(1 << 19, 1 << 13)))
     assert len(kernels(made)) == 2 and "large results would be held for longer" in reasons(made)
+    monkeypatch.setattr(combo, "WAITING", 6 << 10)
+    assert len(kernels(combine(plan(updates(1 << 10, 1 << 13))))) == 2, "small ones are many"
 
 
 # How it is written
