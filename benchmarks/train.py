@@ -194,7 +194,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=TASKS, default=list(TASKS), metavar="MODEL", help=", ".join(TASKS))
     parser.add_argument("--contestants", nargs="+", default=CONTESTANTS,
                         help="the first is the reference; " + ", ".join(CONTESTANTS))
-    parser.add_argument("--steps", type=int, default=10, help="of each timed block")
+    parser.add_argument("--steps", type=int, default=40,
+                        help="of each timed block; a lazy device begins to compute when it has recorded the first")
     parser.add_argument("--blocks", type=int, default=5, help="timed in each process")
     parser.add_argument("--rounds", type=int, default=1, help="processes of each contestant; the second finds warm caches")
     parser.add_argument("--warm-up", type=int, default=5, help="steps that are not timed")

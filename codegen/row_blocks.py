@@ -38,7 +38,8 @@ def row_block(body: Body, tuning: Tuning, split: bool) -> tuple[int, bool, int]:
     reads, extent = loads(body), power_of_two(body.extent + (7 if body.extent % 8 and body.extent > tuning.covered else 0))
     if not split and extent > tuning.short_row and extent * 3 > body.extent * tuning.padded and may_walk_again(body):
         return snug_block(body.extent + 7, min(tuning.looped, 2 * tuning.short_row), 512), True, tuning.lane
-    if not split and extent <= tuning.persistent // (1 if reads < 2 else 2):
+    longest = tuning.persistent if walks_again(body) else tuning.once
+    if not split and extent <= longest // (1 if reads < 2 else 2):
         highest = any(step.stage == "reduce" and step.text != "add" or step.stage == "scan" for step in body.steps)
         wide = extent > tuning.short_row and body.extent % 8 == 0 and narrow(body) and reads < 2 and not highest
         return extent, False, tuning.wide_lane if wide else tuning.lane
@@ -47,11 +48,15 @@ def row_block(body: Body, tuning: Tuning, split: bool) -> tuple[int, bool, int]:
     return min(tuning.looped, extent), True, loop_lane(body, tuning)
 
 
+def walks_again(body: Body) -> bool:
+    """Does a loop over a row need another one after it?"""
+    merged = {id(term) for total in pairs(body) for term in (total.args[0], total.args[0].args[0])}
+    return any(step.level == FULL and step.phase and id(step) not in merged for step in body.steps)
+
+
 def warps_resident(body: Body, tuning: Tuning) -> int:
     """Warps per row with which the rows that the machine works on at a time stay in its cache until they are walked again."""
-    merged = {id(term) for total in pairs(body) for term in (total.args[0], total.args[0].args[0])}
-    again = any(step.level == FULL and step.phase and id(step) not in merged for step in body.steps)
-    if not tuning.resident or not again:
+    if not tuning.resident or not walks_again(body):
         return 1
     row = sum(step.access.dtype.itemsize for step in body.steps if step.stage == "load" and step.level == FULL and step.access)
     return max(1, min(32, power_of_two(tuning.cores * 64 * row * body.extent // (tuning.resident << 20))))

@@ -217,6 +217,8 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
     else:
         block_r, looped, lane = row_block(body, tuning, looped)
         block_x = 1 if looped else min(max(tuning.tile // block_r, 1), power_of_two(body.kept))
+    if not looped and any(step.stage == "random" for step in body.steps):
+        lane = min(lane, tuning.drawing_lane)
     if tuning.walks and not (looped or column or share) and body.kept >= tuning.walks and body.extent <= tuning.mixed_row:
         return _mixed(body, dims, strides, (kept, gone), tuning)
     warps = _warps(block_x * block_r, tuning.pointwise_lane if body.crowded else lane, 32)
@@ -263,7 +265,8 @@ def _column_blocks(body: Body, tuning: Tuning, split: bool) -> tuple[int, int, b
     width = min(tuning.column_width, power_of_two(body.kept))
     while not split and width > 16 and -(-body.kept // width) < tuning.cores:
         width //= 2
-    limit = max(tuning.column_tile // width, 1)
+    crowded = loads(body) > 1 and any(step.stage == "store" and step.level == FULL for step in body.steps)
+    limit = max(tuning.column_tile // (2 if crowded else 1) // width, 1)
     looped = split or power_of_two(body.extent) > limit * 2
     return min(power_of_two(body.extent), limit if looped else limit * 2), width, looped
 

@@ -28,31 +28,34 @@ def snug_block(extent: int, largest: int, smallest: int) -> int:
 class Tuning:
     """Choices that depend on the machine. Block sizes are elements a program handles at a time.
 
-    ``pointwise_block``: of 4-byte elements; narrower ones take twice as many, so that each thread has 32 bytes of every
-    operand in flight. ``tile``, ``lane``: elements per program and per thread where short rows are held in registers;
+    ``pointwise_block``: of 4-byte elements; narrower ones take twice as many, so that each thread has 32 bytes of every operand
+    in flight. ``tile``, ``lane``: elements per program and per thread where short rows are held in registers, ``drawing_lane``:
+    per thread where random numbers are drawn beside, which come four at a time and change places with what is loaded;
     ``wide_lane``: per thread of rows longer than ``short_row`` whose elements have 16 bits. ``looped``, ``online``: elements
     per step of a loop over rows that sums, and of one that keeps a maximum beside the sum of exponentials; ``loop_lane``,
     ``online_lane``: per thread of them. ``column_width`` and ``column_tile``: results and elements per step where columns are
-    reduced. ``stages``: how many steps ahead loops load. ``programs``: how many programs keep the machine busy; ``cores``:
-    its multiprocessors. ``persistent``: the longest reduction held in registers,
-    unless it lies off 16-byte boundaries and would fill less than three of ``padded`` parts of the registers: that wastes more
-    instructions than walking it again. ``resident``: MiB of rows that are worked on at a time where rows are walked more than
-    once, so that the cache holds them, or 0. ``split_column`` and ``split_row``: the
+    reduced, half as many elements where several operands are read and what is summed is stored, too. ``stages``: how many steps
+    ahead loops load. ``programs``: how many programs keep the machine busy; ``cores``: its multiprocessors. ``persistent``,
+    ``once``: the longest reduction held in registers where a loop would walk it again, and where it would not (a program of 32
+    warps has nothing to do while it loads), unless it lies off 16-byte boundaries and would fill less than three of ``padded``
+    parts of the registers: that wastes more instructions than walking it again. ``resident``: MiB of rows that are worked on at
+    a time where rows are walked more than once, so that the cache holds them, or 0. ``split_column`` and ``split_row``: the
     longest reduction that is left to one program where there are few results; ``split_numel``: below so many elements none is
     split. ``mixed_row``, ``mixed_rows``: the longest row and the fewest rows that are reduced together with columns,
     ``mixed_tile``: elements per step of that, ``shared_bytes``: what its loads ahead may take of a multiprocessor's memory;
-    ``walks``: the fewest short rows of which programs walk several so although no columns are reduced, or 0.
-    ``product_rows``, ``product_columns``, ``product_depth``: a matrix product's block, and how many summands its loop takes
-    at a time. ``pointwise_lane``: 4-byte elements per thread of a kernel that reduces nothing, ``thread_bytes``: what these
-    may take in all its operands together. ``philox_blocks``: blocks of 256 threads that the machine runs at a time, which
-    decides the random numbers that ATen's kernels draw; 0 where generators are not Philox. ``peeled``, ``covered``: the
-    shortest rows off 16-byte boundaries that `codegen.aligned` treats.
+    ``walks``: the fewest short rows of which programs walk several so although no columns are reduced, or 0. ``product_rows``,
+    ``product_columns``, ``product_depth``: a matrix product's block, and how many summands its loop takes at a time.
+    ``pointwise_lane``: 4-byte elements per thread of a kernel that reduces nothing, ``thread_bytes``: what these may take in
+    all its operands together. ``philox_blocks``: blocks of 256 threads that the machine runs at a time, which decides the
+    random numbers that ATen's kernels draw; 0 where generators are not Philox. ``peeled``, ``covered``: the shortest rows off
+    16-byte boundaries that `codegen.aligned` treats.
     """
 
     pointwise_block: int = 1024
     tile: int = 1024
     transpose_side: int = 64
     persistent: int = 32768
+    once: int = 16384
     short_row: int = 2048
     padded: int = 4
     resident: int = 0
@@ -61,6 +64,7 @@ class Tuning:
     column_width: int = 128
     column_tile: int = 4096
     lane: int = 16
+    drawing_lane: int = 8
     wide_lane: int = 32
     loop_lane: int = 32
     online_lane: int = 16
@@ -70,7 +74,7 @@ class Tuning:
     covered: int = 256
     mixed_row: int = 8192
     mixed_rows: int = 512
-    mixed_tile: int = 2048
+    mixed_tile: int = 1024
     walks: int = 0
     shared_bytes: int = 160 << 10
     pointwise_lane: int = 8
@@ -105,6 +109,6 @@ class Tuning:
 
 
 HOPPER = Tuning()
-INTERPRETER = Tuning(pointwise_block=1 << 16, transpose_side=256, tile=1 << 16, persistent=1 << 16, looped=1 << 14,
+INTERPRETER = Tuning(pointwise_block=1 << 16, transpose_side=256, tile=1 << 16, persistent=1 << 16, once=1 << 16, looped=1 << 14,
                      online=1 << 14, column_width=64, column_tile=2048, programs=4, cores=1, philox_blocks=0)
 """The interpreter pays per instruction and program, not per element."""

@@ -240,11 +240,13 @@ def attend(device: str, steps: int, dtype: torch.dtype | None, parted: bool) -> 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
 @pytest.mark.parametrize("parted", [False, True])
 def test_attention_that_drops_out_replays_and_draws_as_eager_mode_does(dtype: torch.dtype | None, parted: bool) -> None:
-    """A whole step is one graph, if forward and backward belong to one recording; float32 asks for efficient attention."""
+    """A whole step is one graph, if forward and backward belong to one recording. Else efficient attention, which float32 asks
+    for, runs by itself: its backward needs the seed in the host's memory then."""
     eager = attend("cuda", 24, dtype, parted)
     before = replays()
     lazy = attend("lazysched", 24, dtype, parted)
-    assert replays() - before >= 16 if parted else 16 <= replays() - before <= 24, replays() - before
+    fewest, most = (0, 999) if parted and dtype is None else (16, 999) if parted else (16, 24)
+    assert fewest <= replays() - before <= most
     torch.testing.assert_close(lazy, eager, rtol=2e-3, atol=2e-4)
 
 
