@@ -19,6 +19,7 @@ import torch
 
 from lazy_backend import core
 
+SPARE = 16
 LARGE = 1 << 28
 """Bytes of a graph's memory for which it pays to give cached memory back, which waits for the GPU and happens once a graph."""
 
@@ -48,6 +49,7 @@ def capture(device: int, states: Sequence[torch.Generator], body: Callable[[int]
         key = (device, current.stream_id)
         stream = _streams.get(key) or _streams.setdefault(key, torch.cuda.Stream(device))
         stream.wait_stream(current)
+        make_room()
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         if hasattr(graph, "register_generator_state"):  # else PyTorch finds them by itself
             for state in states:
@@ -65,6 +67,16 @@ def capture(device: int, states: Sequence[torch.Generator], body: Callable[[int]
         if torch.cuda.memory_reserved() - before >= LARGE:
             torch.cuda.empty_cache()  # else what the runs before had taken would lie idle beside the graph's memory
     return graph.raw_cuda_graph_exec(), partial(launch, graph, pool)
+
+
+def make_room() -> None:
+    """Give cached memory back where a graph might need it: while a stream is captured PyTorch can't. Raises RuntimeError where
+    memory runs short: the results of a graph keep theirs, which programs that run by themselves share."""
+    if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > torch.cuda.mem_get_info()[0]:
+        torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    if free < total // SPARE:
+        raise RuntimeError(f"less than a {SPARE}th of the GPU's memory is free, and a graph's results would hold some of it for ever")
 
 
 def launch(graph: torch.cuda.CUDAGraph, pool: Pool) -> None:

@@ -287,3 +287,15 @@ def test_an_index_out_of_range_is_a_device_side_assertion() -> None:
     assert wrong.returncode != 0 and "an index is out of range" in wrong.stderr + wrong.stdout, wrong.stderr
     read = children.run("import lazy_backend\n" + OUTSIDE.format(index=8), check_indices=False)
     assert read.returncode == 0 and "sum 12.0" in read.stdout, read.stderr
+
+
+def test_no_graph_is_made_where_memory_runs_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    free, total = torch.cuda.mem_get_info()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (total // 20, total))
+    x, w = torch.randn(48, 48, device="lazysched"), torch.eye(48, device="lazysched")
+    before = replays()
+    for _ in range(6):
+        y = products(x, w)
+        lazy_backend.mark_step()
+    assert replays() == before and torch.isfinite(y).all().item()
+    assert any("memory is free" in name for name in torch._lazy.metrics.counter_names())
