@@ -76,7 +76,7 @@ def make_room() -> None:
         torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     if free < total // SPARE:
-        raise RuntimeError(f"less than a {SPARE}th of the GPU's memory is free, and a graph's results would hold some of it for ever")
+        raise RuntimeError(f"less than a {SPARE}th of the GPU's memory is free, and a graph keeps that of its results")
 
 
 def launch(graph: torch.cuda.CUDAGraph, pool: Pool) -> None:
