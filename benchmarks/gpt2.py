@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import hand_in, in_rounds, save, table
-from benchmarks.profiling import by_kind, gpu_kernels
+from benchmarks.profiling import by_kind, gpu_kernels, peak_on_gpu
 from benchmarks.training import CONTESTANTS, Task, Trainer
 
 
@@ -38,7 +38,7 @@ def child(contestant: str, options: argparse.Namespace) -> None:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     times = [trainer.seconds(options.steps) / options.steps for _ in range(3)]
-    peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_on_gpu() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     loss = trainer.step().item()  # before the profiled step, which not every contestant makes
     tokens = options.batch * trainer.config.context
     launched: dict[str, list[float]] = {}

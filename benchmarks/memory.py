@@ -2,7 +2,7 @@
 
     python -m benchmarks.memory
 
-Counted by the allocators: on a GPU `torch.cuda.max_memory_allocated`, on the CPU torch's own record of each allocation, as
+Counted by the allocators: on a GPU PyTorch's and what CUDA graphs keep, on the CPU torch's own record of each allocation, as
 the profiler reports it. Beside it the process's peak resident bytes above those before the model was made.
 """
 
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import hand_in, in_rounds, save, table
+from benchmarks.profiling import peak_on_gpu
 from benchmarks.training import Task, Trainer
 
 TASKS = {
@@ -59,7 +60,7 @@ def child(contestant: str, task: Task, steps: int, how: str) -> None:
     before = resident_peak()
     if torch.cuda.is_available():
         run(contestant, task, steps)
-        hand_in({"allocated": torch.cuda.max_memory_allocated(), "resident": resident_peak() - before})
+        hand_in({"allocated": peak_on_gpu(), "resident": resident_peak() - before})
     elif how == "counted":
         hand_in({"allocated": counted_on_cpu(contestant, task, steps)})
     else:

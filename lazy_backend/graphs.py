@@ -20,6 +20,7 @@ import torch
 from lazy_backend import core
 
 SPARE = 16
+"""The part of the GPU's memory, one over this, below which no graph is made."""
 LARGE = 1 << 28
 """Bytes of a graph's memory for which it pays to give cached memory back, which waits for the GPU and happens once a graph."""
 

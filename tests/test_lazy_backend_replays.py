@@ -53,7 +53,7 @@ class Driver:
 
     def __init__(self, formula: Callable[[torch.Tensor], torch.Tensor] = waves) -> None:
         self.captures = self.replays = self.made = 0
-        self.formula = formula
+        self.formula, self.number, self.baked = formula, 2.0, 2.0  # the number of a formula's ATen call, and the graph's
         self.x = torch.linspace(-1, 1, SIZE).to("lazysched")
         lazy_backend.mark_step()
         self._callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(self._replay)
@@ -63,14 +63,16 @@ class Driver:
 
     def _capture(self, device: int, states: Sequence[object], body: Callable[[int], None]) -> tuple[int, Callable[[], None]]:
         assert not states, "a CPU's draws do not count"
-        self.captures, self.made = self.captures + 1, 0
+        self.captures, self.made, self.baked = self.captures + 1, 0, self.number
         body(0x55)
         return 0x20, lambda: None
 
     def _replay(self, exec: Any, stream: Any) -> None:
         self.replays += 1
         if self.made:  # else the capture has just computed it
+            now, self.number = self.number, self.baked
             at(self.made).copy_(self.formula(at(memory(self.x))))
+            self.number = now
 
     def step(self) -> torch.Tensor:
         """The formula of ``x``, which changes at every step."""
@@ -107,6 +109,20 @@ def results_of_aten() -> None:
     for y, x in held:
         torch.testing.assert_close(y.cpu(), norm(x))
     assert driver.captures == 1
+
+
+def numbers_of_calls() -> None:
+    """A graph holds the numbers of its ATen calls: with others it is captured anew, once they have stayed for a step."""
+    driver = Driver()
+    driver.formula = lambda x: (((x * driver.number) + 1).sin() * 3).cos()
+    driver.warm()
+    for number, captures in ((5.0, 2), (2.0, 3)):
+        driver.number = number
+        driver.step()
+        assert driver.captures == captures - 1, "it runs by itself first"
+        driver.step()
+        driver.step()
+        assert driver.captures == captures
 
 
 def lent_results() -> None:
@@ -165,7 +181,7 @@ def every_result_lent() -> None:
     assert any("others keep what it makes" in name for name in torch._lazy.metrics.counter_names())
 
 
-SCENES = (held_results, results_of_aten, lent_results, addresses, collectives, every_result_lent)
+SCENES = (held_results, results_of_aten, numbers_of_calls, lent_results, addresses, collectives, every_result_lent)
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)

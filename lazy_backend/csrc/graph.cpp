@@ -18,15 +18,15 @@ static bool is_pinned(const c10::Storage& ours) {
   return pins.count(ours.data()) && pins[ours.data()] > 0;
 }
 
-constexpr int kMisses = 4;  // captures in vain, before a stretch is left alone
+constexpr int kMisses = 4;  // captures, the first among them, before a stretch is left alone
 
 bool Runner::serve(Program::Graph& g, bool warm) {
   if (!capturer || g.misses >= kMisses || (g.exec && g.stream != stream)) return false;
   if (g.exec && ready(g)) return replay(g), true;
-  const bool same = rebind(g);
-  if (!warm) return false;
+  const bool had = g.exec != nullptr, same = rebind(g);
+  if (g.misses += warm && (had || !same); !warm) return false;
   try {
-    TORCH_CHECK(++g.misses < kMisses, "memory that it reads moves, others keep what it makes, or numbers of its ATen calls change");
+    TORCH_CHECK(g.misses < kMisses, "memory that it reads moves, others keep what it makes, or numbers of its ATen calls change");
     if (!same) return false;  // how much its calls draw may depend on their numbers: they run by themselves first
     capture(g);
   } catch (const std::exception& e) {
@@ -45,9 +45,10 @@ bool Runner::ready(const Program::Graph& g) const {
 }
 
 // Notes what the stretch reads. Memory that lies elsewhere than last time is copied from now on, where that is possible, and so is
-// the host's, which only some ops' plain launches can read. Are its calls' numbers those of last time?
+// the host's, which only some ops' plain launches can read. A graph of other places and numbers serves no longer. Are its calls'
+// numbers those of last time?
 bool Runner::rebind(Program::Graph& g) {
-  g.copies.resize(g.reads.size()), g.bound.resize(g.reads.size());
+  g.exec = nullptr, g.copies.resize(g.reads.size()), g.bound.resize(g.reads.size());
   for (size_t i = 0; i < g.reads.size(); i++) {
     const auto& s = slots[g.reads[i]];
     const auto* before = std::exchange(g.bound[i], s.data());
@@ -64,7 +65,7 @@ void Runner::capture(Program::Graph& g) {
     slots = before, stream = mine, captured = nullptr, step = g.first;
   });
   g.stream = stream;
-  g.exec = nullptr, g.launch = nullptr, g.made.clear(), g.settings.clear();
+  g.launch = nullptr, g.made.clear(), g.settings.clear();
   std::vector<at::Generator> states;
   for (size_t i = g.first; i < g.last; i++) {
     const auto* c = std::get_if<Program::Call>(&program.steps[i].what);

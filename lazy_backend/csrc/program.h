@@ -44,7 +44,7 @@ struct Program {
     // What is set before each replay: a kernel's words, or the state that a call draws from (its words: generator and count).
     struct Setting { size_t step; void* node; std::vector<uint64_t> words; at::Generator state; };
     std::vector<Setting> settings;
-    int misses = 0, served = 0;
+    int misses = 1, served = 0;
   };
 
   std::vector<Step> steps;
