@@ -107,9 +107,9 @@ def test_graphs_of_one_stream_share_their_memory() -> None:
         torch.empty(1 << 26, dtype=torch.uint8, device="cuda").fill_(1)
 
     lazy_backend.mark_step()
-    kept = [graphs.capture(0, body)]
+    kept = [graphs.capture(0, [], body)]
     before = torch.cuda.memory_reserved()
-    kept += [graphs.capture(0, body) for _ in range(3)]
+    kept += [graphs.capture(0, [], body) for _ in range(3)]
     assert torch.cuda.memory_reserved() == before
 
 
