@@ -8,7 +8,8 @@ from typing import Any, Callable, Mapping, Protocol, Sequence
 
 import torch
 
-from codegen.cuda_graph import blocked_call, stretches
+from codegen.cuda_graph import blocked_call, scalars, stretches
+from codegen.early import Known, cuts
 from codegen.memory_plan import Place, plan_memory
 from codegen.step_use import StepUse, node_use
 from ir_nodes import Graph, Layout, Node
@@ -36,6 +37,7 @@ class Program(Protocol):
     slots: int
     inputs: list[tuple[int, int]]
     outputs: list[tuple[int, int, int]]
+    guessed: list[int]
     nodes: int
     dead: int
 
@@ -48,6 +50,7 @@ class Program(Protocol):
     def free(self, slot: int) -> None: ...
     def mark(self, depth: int, name: str) -> None: ...
     def graph(self, first: int, last: int, uses: tuple[tuple[int, ...], ...], sizes: list[int]) -> None: ...
+    def cut(self, ops: int, steps: list[int]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,8 @@ class Emit:
     nodes: tuple[Node, ...] = ()  # what it runs
     blocked: str = "it runs Python"  # why it can't be a part of a CUDA graph; "": it can
     calls: bool = True  # numbers reach it through ATen, which a graph can't change
+    numbers: tuple[int, ...] = ()  # the recorded ones that it takes
+    draws: tuple[int, ...] = ()  # buffers of the generators that it draws from
 
     @property
     def node(self) -> Node | None:
@@ -80,8 +85,9 @@ def emit_call(node: Node) -> Emit:
     slots, layouts = operand_slots(node)
     if not node.relaid:
         layouts = []
+    draws = tuple(effect.value.buffer.index for effect in node.effects)
     return Emit(node_use(node), written_buffers(node), lambda program: program.call(node.instr, slots, layouts), (node,),
-                blocked_call(node))
+                blocked_call(node), numbers=tuple(scalars([node])), draws=draws)
 
 
 def emit_zeros(node: Node) -> Emit:
@@ -167,10 +173,11 @@ class Placed:
 
 def assemble(
     graph: Graph, program: Program, steps: Sequence[Emit], dead: int, temporaries: Sequence[int] = (), graphs: bool = False,
-    donate: bool = True,
+    donate: bool = True, seen: Known | None = None,
 ) -> None:  # fmt: skip
     """Add ``steps`` to ``program`` with the allocations, frees, inputs and outputs that they need; ``graphs``: they may be
-    replayed as CUDA graphs; ``donate``: inputs that nobody holds any more may be written over."""
+    replayed as CUDA graphs; ``donate``: inputs that nobody holds any more may be written over; ``seen``: what is known of the
+    recording at which place, where steps may run before it has ended."""
     plan = plan_memory(graph, [step.use for step in steps], temporaries, graphs, donate and not graphs)
     placed: Any = Placed(program, plan.places) if plan.places else program
     ready: dict[int, int] = {}
@@ -196,12 +203,16 @@ def assemble(
         (b.index, plan.places[b.index].slot if b.index in plan.places else b.index, ready[b.index])
         for b in graph.buffers if b.live and b.index in ready and b.index not in bound
     ]
-    program.inputs = [(b, b) for b in plan.inputs]
+    program.inputs = [(b, b) for b in sorted(plan.inputs)]  # as they were recorded
     program.slots, program.nodes, program.dead = plan.slots, len(steps), dead
     if graphs:
         for part in stretches(steps, spans, plan, graph):
             program.graph(part.first, part.last, (part.reads, part.makes, part.frees, part.numbers, part.movable),
                           [plan.sizes[slot] for slot in part.makes])
+    early = cuts(steps, plan, graph, seen) if seen is not None else []
+    for cut in early:
+        program.cut(cut.ops, [at for index in cut.steps for at in range(*spans[index])])
+    program.guessed = list(dict.fromkeys(number for cut in early for number in cut.guessed))
 
 
 def mark(program: Program, before: tuple[str, ...], now: tuple[str, ...]) -> int:

@@ -130,7 +130,9 @@ def emit_launch(step: KernelStep, compiled: Function, scratch: dict[int, int]) -
     def add(program: Program) -> None:
         program.launch(compiled.handle, step.grid, 32 * compiled.num_warps, compiled.shared, args, instr)
 
-    return Emit(kernel_use(step), written(step), add, step.nodes, blocked="", calls=False)
+    numbers = tuple(arg.index for arg in step.args if isinstance(arg, Scalar))
+    draws = tuple(dict.fromkeys(arg.generator.index for arg in step.args if isinstance(arg, (Seed, Offset))))
+    return Emit(kernel_use(step), written(step), add, step.nodes, "", False, numbers, draws)
 
 
 def launch_arg(arg: KernelArg, scratch: dict[int, int]) -> tuple[str, int, int]:

@@ -31,6 +31,7 @@ class Settings:
     device: str
     mode: str
     auto_barrier: bool
+    start_early: str
     max_ops: int
     max_pending_bytes: int  # 0: chosen by the device
     memory_budget: int  # 0: none
@@ -136,6 +137,8 @@ _ROWS = (
          "the physical device; auto: cuda if there is one, else cpu", changes_code=True),
     _row("mode", "lazy, eager", "lazy", _choice("lazy", "eager"), "eager runs every op at once, synchronously"),
     _row("auto_barrier", _BOOL, "1", _bool, "a barrier at the end of `optimizer.step()`"),
+    _row("start_early", "auto, always, never", "auto", _choice("auto", "always", "never"),
+         "on a GPU that has nothing to do, a known step begins while it is recorded; always: on a busy one and a CPU, too"),
     _row("max_ops", "an integer above 0", "20000", _positive, "recorded ops that force a barrier"),
     _row("max_pending_bytes", "auto or bytes such as 4096, 64K, 512M, 2G", "auto", _bytes,
          "bytes of unrun results that force a barrier; auto (or 0): chosen by the device"),

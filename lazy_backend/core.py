@@ -22,6 +22,7 @@ compiling = _Compiling()  # does this thread compile a recording?
 _forked = False
 _lock = threading.RLock()
 _at_start: list[Callable[[ModuleType], None]] = []
+IDLE, ALWAYS = 2, -(1 << 20)  # times in a row that a GPU has to wait for a recording before programs are begun early
 PENDING_SHARE = {"cuda": 0.75, "cpu": 0.5}  # of the device's memory, which a recording may hold by default: about what eager mode
 # would hold by then, of which fused kernels need less
 
@@ -96,7 +97,8 @@ def start() -> None:
 def configure(core: ModuleType) -> None:
     """Hand the settings in force to the core."""
     now = settings.current()
-    core.configure(now.max_ops, now.max_pending_bytes or default_pending_bytes(), now.mode == "eager", now.cache_size, now.frames)
+    core.configure(core.Limits(now.max_ops, now.max_pending_bytes or default_pending_bytes(), now.mode == "eager", now.cache_size,
+                               now.frames, ALWAYS if now.start_early == "always" else IDLE))
 
 
 def default_pending_bytes() -> int:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from barriers.collectives import join_launches, part_stages, release_waits, sink_waits
 from barriers.pipeline import ordered_passes, run_passes
 from codegen import engines
+from codegen.early import Known, known
 from codegen.engine import Context, EngineError
 from codegen.executable import Emit, Program, assemble
 from codegen.lowered import Lowered
@@ -58,6 +59,7 @@ def compile_recording(native: ModuleType, recording: Recording, device: int) -> 
     varying.note(recording)
     graph = to_graph(recording, segments.calls)
     recorded = len(graph.nodes)
+    seen = seen_when(graph)
     held = holding.split(graph, recording)
     graph, _ = run_passes(graph, check=now.verify)
     talks = release_waits(graph)
@@ -91,8 +93,17 @@ def compile_recording(native: ModuleType, recording: Recording, device: int) -> 
         steps = [check, *steps] if check else steps
     dead = recorded - sum(not node.again for node in graph.nodes) - len(held.rest)
     # What a collective sends may be in use until a later recording waits for it, though nobody holds it any more.
-    assemble(graph, program, steps, dead, temporaries, replays(), donate=not (dist.is_available() and dist.is_initialized()))
+    assemble(graph, program, steps, dead, temporaries, replays(), donate=not (dist.is_available() and dist.is_initialized()),
+             seen=None if held.rest else seen)
     return program
+
+
+def seen_when(graph: Graph) -> Known | None:
+    """What is known of the recording at which place; None where no program starts early."""
+    chosen = settings.current().start_early
+    if chosen == "never" or (chosen == "auto" and not core.physical_is_cuda()):
+        return None
+    return known(graph, chosen == "always")
 
 
 def replays() -> bool:

@@ -29,13 +29,8 @@ class ArgKind(IntEnum):
     HOST_SCALAR = 10
 
 
-class Recordable(IntEnum):
-    """As in csrc/core.h."""
-
-    YES = 0
-    DATA_DEPENDENT = 1
-    RETURNS_NUMBER = 2
-    NO = 3
+RECORDED = ("", "")
+"""What `refusal` says of an op that can be recorded."""
 
 
 _KINDS = {
@@ -62,12 +57,14 @@ class OpSchema:
     """Fields of `OpInfo` in csrc/core.h, in the order in which `read_schema` in csrc/bind.cpp takes them.
 
     ``args``: kind, and whether the op writes it. ``return_alias``: the argument that a return is, -1 for a new tensor.
+    ``refusal``: the kind of barrier that it asks for where it can't be recorded, and ``why``, to follow its name; "": it can.
     ``masks_matter``: data-dependent only for boolean indices.
     """
 
     args: list[tuple[int, bool]]
     return_alias: list[int]
-    recordable: int
+    refusal: str
+    why: str
     random: bool
     generator_arg: bool
     view: bool
@@ -85,7 +82,7 @@ def read(target: str) -> OpSchema:
     return OpSchema(
         [(int(kind), ops.written_mode(target, index) != "r") for index, kind in enumerate(kinds)],
         [alias_of(schema, item.alias_info) for item in schema.returns],
-        int(recordable(schema, base, tags_of(target))),
+        *refusal(schema, base, tags_of(target)),
         is_random(target),
         ArgKind.GENERATOR in kinds,
         any(not info.is_write for info in aliases),
@@ -139,15 +136,16 @@ def same_alias(one: Any, other: Any) -> bool:
     return (one.is_write, one.before_set, one.after_set) == (other.is_write, other.before_set, other.after_set)
 
 
-def recordable(schema: torch._C.FunctionSchema, base: str, tags: list[torch.Tag]) -> Recordable:
+def refusal(schema: torch._C.FunctionSchema, base: str, tags: list[torch.Tag]) -> tuple[str, str]:
+    """The kind of barrier that an op asks for because it can't be recorded, and why, to follow its name."""
     if base in _NOT_RESIZED:
-        return Recordable.NO
+        return "unrecordable", " cannot be recorded"
     returns = {str(item.type) for item in schema.returns}
     if not returns <= {"Tensor", "List[Tensor]"} and not base.startswith(RETURN_SIZES):
-        return Recordable.RETURNS_NUMBER
+        return "value_access", " returns a Python value"
     if base in _MASKED or torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags:
-        return Recordable.DATA_DEPENDENT
-    return Recordable.YES
+        return "data_dependent_shape", ": its result depends on the values"
+    return RECORDED
 
 
 def install(native: ModuleType) -> None:

@@ -26,7 +26,7 @@ MOST_LINES = 20000
 
 Site = tuple[str, str]  # op, and "file:line in function"
 _TENSORS = (ArgKind.TENSOR, ArgKind.TENSOR_LIST, ArgKind.OPT_TENSOR_LIST)
-_LIBRARIES = ("/torch/", "/lazy_backend/", "/contextlib.py")  # as in csrc/frames.cpp
+_LIBRARIES = ("/torch/", "/lazy_backend/", "/contextlib.py")  # as in csrc/frames.c
 _INTERNAL = ("<frozen", "<interpreter", "<shim")
 
 _known: dict[Site, set[int]] = {}  # hashes of the layouts and constants seen at a line

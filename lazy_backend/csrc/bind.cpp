@@ -14,9 +14,20 @@
 
 namespace py = pybind11;
 
+extern "C" PyObject* lazysched_describe_site(void* code, int32_t lasti);  // frames.c
+
 namespace lazysched {
 
 void register_lazy_core();
+
+std::string describe_site(const Site& site) {
+  if (!site.code) return "";
+  py::gil_scoped_acquire gil;
+  return py::reinterpret_steal<py::str>(lazysched_describe_site(site.code, site.lasti));
+}
+
+GilRelease::GilRelease() { if (Py_IsInitialized() && PyGILState_Check()) state = PyEval_SaveThread(); }
+GilRelease::~GilRelease() { if (state) PyEval_RestoreThread(static_cast<PyThreadState*>(state)); }
 
 namespace {
 
@@ -57,10 +68,10 @@ py::list operands(const Trace& t) {
 }
 py::list scalars(const Trace& t) { return to_list(t.scalars, [](const IValue& v) { return torch::jit::toPyObject(v); }); }
 py::list buffers(const Trace& t) {
-  py::list all;
-  for (size_t i = 0; i < t.buffers.size(); i++)
-    all.append(py::make_tuple(t.buffers[i]->nbytes, static_cast<int>(t.kinds[i]), static_cast<bool>(t.live[i])));
-  return all;
+  return to_list(t.buffers, [&, next = size_t{0}](const BufferPtr& b) mutable {
+    const size_t i = next++;
+    return py::make_tuple(b->nbytes, static_cast<int>(t.kinds[i]), static_cast<bool>(t.live[i]));
+  });
 }
 
 // The recording so far, with only `tensors` counted as results: what a barrier would run for them.
@@ -144,11 +155,10 @@ void infer_in_python(const OpInfo& op, const IValue* args, DeviceIndex device, I
 void read_schema(OpInfo& op) {
   py::gil_scoped_acquire gil;
   TORCH_CHECK(schema_reader_, "lazysched: the native core has no schema reader; import lazy_backend, not its parts");
-  using Row = std::tuple<std::vector<std::pair<int, bool>>, std::vector<int>, int, bool, bool, bool, bool, bool>;
-  auto [args, aliases, recordable, random, generator, view, indexing, masks] = (*schema_reader_)(op.name).cast<Row>();
+  using Row = std::tuple<std::vector<std::pair<int, bool>>, std::vector<int>, std::string, std::string, bool, bool, bool, bool, bool>;
+  auto [args, aliases, refusal, why, random, generator, view, indexing, masks] = (*schema_reader_)(op.name).cast<Row>();
   for (auto [kind, writes] : args) op.args.push_back({static_cast<ArgKind>(kind), writes});
-  op.return_alias = aliases;
-  op.recordable = static_cast<Recordable>(recordable);
+  op.return_alias = aliases, op.refusal = refusal, op.why = why;
   op.random = random, op.generator_arg = generator, op.view = view, op.indexing = indexing, op.masks_matter = masks;
 }
 
@@ -157,23 +167,14 @@ void read_schema(OpInfo& op) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace lazysched;
   m.doc() = "lazysched's native core: records ops, runs programs.";
-  m.def("configure", [](int64_t max_ops, int64_t max_bytes, bool eager, size_t cache_size, bool frames) {
-    limits = {max_ops, max_bytes, eager, cache_size};
-    set_capture(frames);
-  });
+  py::class_<Limits>(m, "Limits").def(py::init<int64_t, int64_t, bool, size_t, bool, int>());
+  m.def("configure", [](const Limits& now) { limits = now; });
   m.def("init", &start).def("keep_whole", &keep_whole);
   m.def("set_compiler", keeper(compiler_)).def("set_schema_reader", keeper(schema_reader_));
   m.def("set_inferrer", keeper(inferrer_));
   m.def("set_logger", [](Logger log) { logger = new Logger(std::move(log)); });
   m.def("set_holder", [](Holder hold) { holder = new Holder(std::move(hold)); });
-  m.def("set_capturer", [](py::object f) {  // capture(device, states, body) -> (graph, launch); body(stream)
-    capturer = new Capturer([f = new py::object(std::move(f))](DeviceIndex i, auto states, auto body) {
-      py::gil_scoped_acquire gil;
-      auto run = py::cpp_function([&](uintptr_t stream) { body(reinterpret_cast<void*>(stream)); });
-      auto [graph, launch] = (*f)(i, states, run).template cast<std::pair<uintptr_t, std::function<void()>>>();
-      return std::pair(reinterpret_cast<void*>(graph), launch);
-    });
-  });
+  m.def("set_capturer", [](Capturer capture) { capturer = new Capturer(std::move(capture)); });
   m.def("barrier", [](DeviceIndex i, const char* kind, const std::string& reason) { recorder(i).barrier(kind, reason); },
         py::call_guard<py::gil_scoped_release>());
   m.def("current_device", &current_device).def("set_device", &set_current_device);
@@ -196,6 +197,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Program, std::shared_ptr<Program>>(m, "Program")
       .def(py::init<>())
       .def_readwrite("order", &Program::order).def_readwrite("nodes", &Program::nodes).def_readwrite("dead", &Program::dead)
+      .def_readwrite("guessed", &Program::guessed)
       .def_readwrite("slots", &Program::slots).def_readwrite("inputs", &Program::inputs)
       .def_readwrite("outputs", &Program::outputs).def_readwrite("rest", &Program::rest).def_readwrite("kept", &Program::kept)
       .def("call", &add_call)
@@ -203,6 +205,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         auto& [reads, makes, frees, numbers, movable] = uses;
         p.graphs.push_back({first, last, reads, makes, frees, numbers, movable, sizes});
       })
+      .def("cut", [](Program& p, size_t ops, std::vector<int32_t> steps) { p.cuts.push_back({ops, std::move(steps), {}}); })
       .def("launch", &add_launch)
       .def("python", [](Program& p, decltype(Program::Python::run) run, int32_t instr, std::vector<int32_t> slots) {
         p.steps.push_back({Program::Python{std::move(run), std::move(slots)}, instr});

@@ -28,10 +28,9 @@ using torch::lazy::hash_t;
 constexpr auto kLazy = c10::DeviceType::PrivateUse1;
 
 // Where the user's Python stood: a code object (kept alive for ever) and its instruction, or a line as a negative number.
-struct Site { const void* code = nullptr; int32_t lasti = 0; };
+struct Site { void* code = nullptr; int32_t lasti = 0; };
 Site capture_site();
 std::string describe_site(const Site& site);  // takes the GIL
-void set_capture(bool on);
 
 // Segments: named parts of the program, see segments.cpp. 0: none.
 int32_t enter_segment(int32_t segment);                  // this thread records in it from now on; returns the one before
@@ -98,8 +97,6 @@ struct ArgInfo {
   bool numbers() const { return kind >= ArgKind::Scalar && kind <= ArgKind::FloatList; }
 };
 
-enum class Recordable : uint8_t { Yes, DataDependent, ReturnsNumber, No };
-
 // What schema.py says of an op.
 struct OpInfo {
   c10::OperatorHandle handle;
@@ -107,7 +104,7 @@ struct OpInfo {
   uint64_t name_hash = 0;
   std::vector<ArgInfo> args;
   std::vector<int> return_alias;  // argument that a return is (-1: a new tensor)
-  Recordable recordable = Recordable::Yes;
+  std::string refusal, why;  // the kind of barrier that it asks for where it cannot be recorded, and a reason; "": it can
   bool random = false, generator_arg = false, view = false, indexing = false, masks_matter = false;
   int handed_back(size_t r) const { return view ? -1 : return_alias[r]; }  // the argument that return `r` is, or -1
 };
@@ -121,7 +118,8 @@ struct Instr {
   Site site;
   int64_t sequence = 0, backward = -1;
   int32_t segment = 0;
-  hash_t call;  // of all that decides shapes and formulas
+  hash_t call;    // of all that decides shapes and formulas
+  hash_t so_far;  // of the recording up to here
 };
 
 struct Trace {
@@ -146,6 +144,7 @@ struct Trace {
 };
 
 struct Program;  // what a cached recording runs
+struct Runner;   // one run of it
 using ProgramPtr = std::shared_ptr<Program>;
 
 // What an op gives, as Meta tensors: inferred once for each `call`, the hash of all that decides it, then remembered.
@@ -187,9 +186,14 @@ class Recorder {
   void hold_back(Trace& trace);
   void settle(std::unique_ptr<Trace> trace, const std::string* error, const std::vector<int32_t>& rest);
   ProgramPtr find(Trace& trace, bool& hit);
+  void start_early(); void expect(const ProgramPtr& after);
+  std::shared_ptr<Runner> begun(const ProgramPtr& program, const Trace& trace);
   struct Entry { hash_t trace; std::vector<uint8_t> live; ProgramPtr program; uint64_t last_use = 0; };  // live: what it computes
   std::unique_ptr<Trace> trace_, spare_;
   uint64_t next_id_ = 1, uses_ = 0;
+  // The program that the recording is expected to become, what of it has begun, and how many ops are recorded when more of it may.
+  struct Head { ProgramPtr program, before; std::shared_ptr<Runner> runner; size_t cut = 0; } head_;
+  size_t cut_ops_ = 0;
   std::unordered_map<hash_t, Entry, torch::lazy::HashReducer> cache_;
 };
 
@@ -203,6 +207,7 @@ void check_index(DeviceIndex i);  // raises where there is no such device
 DeviceIndex current_device(); void set_current_device(DeviceIndex i);
 c10::DeviceType physical_type(); c10::Device physical_device(DeviceIndex i);
 void synchronize(DeviceIndex i);  // waits for the physical device
+void* current_stream(DeviceIndex i); bool is_idle(DeviceIndex i);  // the physical one, null on a CPU; has it nothing to do?
 void start_device(bool cuda, int count);
 void beside(DeviceIndex i, bool apart, const std::function<c10::Storage()>& fill);
 void resize_bytes(const c10::Storage& s, size_t n);
@@ -222,7 +227,7 @@ at::Tensor alias_storage(const c10::Storage& s, at::ScalarType dtype, c10::IntAr
 at::Tensor alias_storage(const c10::Storage& s, const at::Tensor& like);
 at::Tensor wrap_physical(const at::Tensor& t, DeviceIndex device);  // a lazy tensor over bytes that exist
 
-struct Limits { int64_t max_ops = 20000, max_bytes = 0; bool eager = false; size_t cache_size = 256; };
+struct Limits { int64_t max_ops = 20000, max_bytes = 0; bool eager = false; size_t cache_size = 256; bool frames = true; int idle = 2; };
 inline Limits limits;
 using Holder = std::function<std::vector<int32_t>(const std::vector<int32_t>&)>;
 inline Holder* holder = nullptr;  // which of the recorded segments wait for one not recorded yet; Python's, kept for ever
@@ -230,7 +235,7 @@ inline std::atomic<uint64_t> schedule_key{0};  // part of every key; changes wit
 
 // STATS in api.py names them.
 enum Stat {
-  kRecorded, kCompiles, kHits, kNodesRun, kNodesDead, kKernelsRun, kFallbacks, kInfers, kEvicted, kFlushes, kHeld, kPeak, kReplays, kStats
+  kRecorded, kCompiles, kHits, kNodesRun, kNodesDead, kKernelsRun, kFallbacks, kInfers, kEvicted, kFlushes, kHeld, kPeak, kReplays, kEarly, kInVain, kStats
 };
 inline std::array<std::atomic<int64_t>, kStats> stats;
 void count(const std::string& counter);  // in torch._lazy.metrics

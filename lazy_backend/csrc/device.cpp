@@ -152,13 +152,13 @@ at::Generator new_generator(DeviceIndex i) {
   return at::make_generator<Generator>(physical, i);
 }
 const at::Generator& default_generator(DeviceIndex i) {
-  static std::mutex m;
-  static auto* all = new std::unordered_map<int, at::Generator>();
-  if (i < 0) i = current_;
-  std::lock_guard<std::mutex> lock(m);
-  auto it = all->find(i);
-  if (it != all->end()) return it->second;
-  return all->emplace(i, new_generator(i)).first->second;
+  static auto* all = [] {
+    auto* made = new std::vector<at::Generator>();
+    for (DeviceIndex d = 0; d < count_; d++) made->push_back(new_generator(d));
+    return made;
+  }();
+  check_index(i = i < 0 ? current_ : i);
+  return (*all)[i];
 }
 
 struct Hooks final : at::PrivateUse1HooksInterface {
@@ -195,6 +195,14 @@ DeviceIndex current_device() { return current_; }
 void set_current_device(DeviceIndex i) { Guard().setDevice({kLazy, i}); }
 c10::DeviceType physical_type() { return cuda_ ? c10::kCUDA : c10::kCPU; }
 Device physical_device(DeviceIndex i) { return cuda_ ? Device(c10::kCUDA, i) : Device(c10::kCPU); }
+void* current_stream(DeviceIndex i) {
+  if (!cuda_) return nullptr;
+  const auto current = cuda().getStream(physical_device(i));
+  // The driver knows no context in a thread that has not called the CUDA runtime yet: this call makes it known.
+  [[maybe_unused]] static thread_local const bool asked = cuda().queryStream(current);
+  return current.native_handle();
+}
+bool is_idle(DeviceIndex i) { return !cuda_ || cuda().queryStream(cuda().getStream(physical_device(i))); }
 void synchronize(DeviceIndex i) { if (cuda_) cuda().synchronizeDevice(i); }
 
 // A copy from pageable memory waits until its stream has done all that was asked of it. On a stream of its own it waits for
@@ -202,17 +210,14 @@ void synchronize(DeviceIndex i) { if (cuda_) cuda().synchronizeDevice(i); }
 void beside(DeviceIndex i, bool apart, const std::function<c10::Storage()>& fill) {
   if (!cuda_ || !apart) return void(fill());
   const auto device = physical_device(i);
-  static auto* const own = new std::vector<std::optional<Stream>>(static_cast<size_t>(count_.load()));
-  static std::mutex m;
-  std::unique_lock<std::mutex> lock(m);
-  auto& other = (*own)[i];
-  if (!other) other = cuda().getNewStream(device, 0);
-  lock.unlock();
+  static thread_local std::unordered_map<DeviceIndex, Stream> own;
+  auto other = own.find(i);
+  if (other == own.end()) other = own.emplace(i, cuda().getNewStream(device, 0)).first;
   const auto mine = cuda().getStream(device);
   c10::Storage filled;
-  { c10::StreamGuard on(*other); filled = fill(); }
+  { c10::StreamGuard on(other->second); filled = fill(); }
   c10::Event done(c10::kCUDA);
-  done.record(*other);
+  done.record(other->second);
   done.block(mine);
   cuda().recordDataPtrOnStream(filled.data_ptr(), mine);
 }

@@ -1,5 +1,5 @@
 // Ends a recording: finds the program for its key or has Python compile one, runs it, hands out the results.
-#include "program.h"
+#include "runner.h"
 #include <torch/csrc/lazy/core/metrics.h>
 
 #include <algorithm>
@@ -18,9 +18,7 @@ ProgramPtr Recorder::find(Trace& trace, bool& hit) {
   const auto key = [&] { return torch::lazy::HashBlock(trace.live.data(), trace.live.size(), trace.hash); };
   auto found = cache_.find(key());
   if (found == cache_.end()) {
-    int variants = 0;
-    auto all = trace.live;
-    auto covering = found;
+    int variants = 0; auto all = trace.live; auto covering = found;
     for (auto it = cache_.begin(); it != cache_.end(); ++it) {
       const auto& live = it->second.live;
       if (!(it->second.trace == trace.hash)) continue;
@@ -31,7 +29,10 @@ ProgramPtr Recorder::find(Trace& trace, bool& hit) {
     if (variants >= kExactVariants) trace.live = all, found = covering;
   }
   hit = found != cache_.end();
-  if (!hit) found = cache_.insert_or_assign(key(), Entry{trace.hash, trace.live, compile_trace(trace, index)}).first;
+  if (!hit) {
+    found = cache_.insert_or_assign(key(), Entry{trace.hash, trace.live, compile_trace(trace, index)}).first;
+    for (auto& cut : found->second.program->cuts) cut.hash = trace.instrs[cut.ops - 1].so_far;
+  }
   trace.live = found->second.live;
   found->second.last_use = ++uses_;
   auto program = found->second.program;
@@ -70,6 +71,55 @@ void Recorder::hold_back(Trace& trace) {
     trace.hash = torch::lazy::HashBlock(words->data(), words->size() * sizeof(int32_t), trace.hash);
 }
 
+// Begins what the recording is likely to become while the host goes on recording, where the device would wait for it. That writes
+// no memory that was there before: it is dropped if the recording becomes another one.
+void Recorder::start_early() {
+  GilRelease nogil;
+  std::lock_guard<std::mutex> flushing(flush_mutex);
+  auto& [program, before, runner, number] = head_;
+  if (!program || number == program->cuts.size()) return;
+  const auto& cut = program->cuts[number++];
+  std::shared_ptr<Trace> recorded;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    cut_ops_ = 0;
+    const bool apart = runner && runner->stream != current_stream(index);  // autograd's threads may have another
+    if (apart || trace_->instrs.size() < cut.ops || !(trace_->instrs[cut.ops - 1].so_far == cut.hash)) return;
+    if (!runner && (program->idle = is_idle(index) ? program->idle + 1 : std::min(program->idle, 0)) < limits.idle) return;
+    recorded = std::make_shared<Trace>(*trace_);
+    if (number < program->cuts.size()) cut_ops_ = program->cuts[number].ops;
+  }
+  if (!runner) for (auto& g : program->graphs) g.exec = nullptr, g.launch = nullptr, g.made.clear();  // for their memory
+  if (!runner) runner = std::make_shared<Runner>(*program, index);
+  try { runner->run_early(std::move(recorded), cut), stats[kEarly]++; }
+  catch (const std::exception&) { begun(nullptr, *trace_); }  // the whole run will say what is wrong
+}
+
+// What has begun of `program`, if that is what the recording became, with the numbers that were guessed; else nothing: what was
+// drawn is drawn again. A program whose numbers change is not begun any more.
+std::shared_ptr<Runner> Recorder::begun(const ProgramPtr& program, const Trace& trace) {
+  auto runner = std::exchange(head_.runner, nullptr);
+  if (!runner) return nullptr;
+  const bool found = program == head_.program && runner->part->id == trace.id && runner->stream == current_stream(index);
+  auto right = [&](int32_t n) { return program->numbers[n] == trace.scalars[n]; };
+  if (found && std::all_of(program->guessed.begin(), program->guessed.end(), right)) return runner;
+  if (found) program->cuts.clear();
+  for (size_t i = 0; i < runner->states.size(); i++)
+    if (const auto& s = runner->states[i]; s.defined()) runner->part->buffers[i]->generator.set_state(s.get_state());
+  head_.program->idle = -8 * ++head_.program->missed;
+  stats[kInVain]++;
+  return nullptr;
+}
+
+// What follows `program` is likely to be what followed it the last time.
+void Recorder::expect(const ProgramPtr& program) {
+  begun(nullptr, *trace_);
+  if (head_.before) head_.before->next = program;
+  head_ = {program ? program->next.lock() : nullptr, program};
+  std::lock_guard<std::mutex> lock(mutex);
+  cut_ops_ = head_.program && !head_.program->cuts.empty() ? head_.program->cuts[0].ops : 0;
+}
+
 // Its results are there, or never will be; the instructions `rest` are recorded again, before all that came meanwhile.
 void Recorder::settle(std::unique_ptr<Trace> trace, const std::string* error, const std::vector<int32_t>& rest) {
   constexpr auto kLost = "lazysched: this tensor was never computed, because an earlier op failed: ";
@@ -95,8 +145,7 @@ void Recorder::settle(std::unique_ptr<Trace> trace, const std::string* error, co
 // Where the user's Python recorded an op; for one that backward recorded, where its forward was.
 static Site site_of(const Trace& trace, const Instr& instr) {
   if (instr.site.code || instr.backward < 0) return instr.site;
-  for (const auto& forward : trace.instrs)
-    if (forward.site.code && forward.backward < 0 && forward.sequence - 1 == instr.backward) return forward.site;
+  for (const auto& f : trace.instrs) if (f.site.code && f.backward < 0 && f.sequence - 1 == instr.backward) return f.site;
   return {};
 }
 
@@ -120,7 +169,7 @@ void Recorder::flush_locked(const char* kind, const std::string& reason, Site si
     for (int32_t b : program->kept) trace->live[b] = 1;
     count(hit ? "CachedCompile" : "UncachedCompile");
     stats[hit ? kHits : kCompiles]++;
-    program->run(*trace, index, failed);
+    program->run(*trace, index, failed, begun(program, *trace));
     stats[kNodesRun] += program->nodes, stats[kNodesDead] += program->dead, stats[kKernelsRun] += program->launches;
   } catch (c10::Error& e) {
     if (failed >= 0) {
@@ -132,6 +181,7 @@ void Recorder::flush_locked(const char* kind, const std::string& reason, Site si
   } catch (const std::exception& e) {
     error = std::current_exception(), message = e.what();
   }
+  expect(program);
   settle(std::move(trace), error ? &message : nullptr, program ? program->rest : std::vector<int32_t>());
   log(ops, std::chrono::duration<double, std::milli>(Clock::now() - start).count(), hit, order);
   if (error) std::rethrow_exception(error);

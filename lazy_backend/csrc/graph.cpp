@@ -40,7 +40,7 @@ bool Runner::serve(Program::Graph& g, bool warm) {
 
 bool Runner::ready(const Program::Graph& g) const {
   for (size_t i = 0; i < g.reads.size(); i++) if (!g.copies[i] && slots[g.reads[i]].data() != g.bound[i]) return false;
-  for (size_t i = 0; i < g.numbers.size(); i++) if (trace.scalars[g.numbers[i]] != g.given[i]) return false;
+  for (size_t i = 0; i < g.numbers.size(); i++) if (trace->scalars[g.numbers[i]] != g.given[i]) return false;
   return std::none_of(g.made.begin(), g.made.end(), &is_pinned);
 }
 
@@ -56,7 +56,7 @@ bool Runner::rebind(Program::Graph& g) {
     if (moves && !g.copies[i] && g.movable[i]) g.copies[i] = physical_bytes(s.nbytes(), device);
   }
   std::vector<IValue> now;
-  for (int32_t n : g.numbers) now.push_back(trace.scalars[n]);
+  for (int32_t n : g.numbers) now.push_back(trace->scalars[n]);
   return std::exchange(g.given, now) == now;
 }
 
@@ -70,15 +70,15 @@ void Runner::capture(Program::Graph& g) {
   for (size_t i = g.first; i < g.last; i++) {
     const auto* c = std::get_if<Program::Call>(&program.steps[i].what);
     if (!c || !c->drawn) continue;
-    const auto from = static_cast<size_t>(trace.instrs[program.steps[i].instr].generator);
-    g.settings.push_back({i, nullptr, {from, c->drawn}, states.emplace_back(trace.buffers[from]->generator.clone())});
+    const auto from = static_cast<size_t>(trace->instrs[program.steps[i].instr].generator);
+    g.settings.push_back({i, nullptr, {from, c->drawn}, states.emplace_back(trace->buffers[from]->generator.clone())});
   }
   for (size_t i = 0; i < g.reads.size(); i++) if (g.copies[i]) slots[g.reads[i]] = g.copies[i];
   // Results lie outside of the pool that graphs share: others are replayed before these have been read.
   for (size_t i = 0; i < g.makes.size(); i++)
     pin(slots[g.makes[i]] = g.made.emplace_back(physical_bytes(g.sizes[i], device)), 0);
-  std::tie(g.exec, g.launch) = (*capturer)(device, states, [&](void* other) {
-    stream = other, captured = &g;
+  auto [exec, launch] = (*capturer)(device, states, [&](uintptr_t other) {
+    stream = reinterpret_cast<void*>(other), captured = &g;
     for (step = g.first; step < g.last; step++) run_step();
     for (size_t i = 0; i < g.made.size(); i++) {  // what ATen has allocated
       const auto& s = slots[g.makes[i]];
@@ -86,6 +86,7 @@ void Runner::capture(Program::Graph& g) {
       else if (s.data() != g.made[i].data()) bytes_of(g.made[i]).copy_(bytes_of(s).narrow(0, 0, g.sizes[i]), true);
     }
   });
+  g.exec = reinterpret_cast<void*>(exec), g.launch = std::move(launch);
   std::sort(g.settings.begin(), g.settings.end(), [](const auto& a, const auto& b) { return a.step < b.step; });
 }
 
@@ -113,7 +114,7 @@ void Runner::replay(Program::Graph& g) {
   bool draws = false;
   for (auto& k : g.settings) {
     if (k.state.defined()) {
-      auto& ours = trace.buffers[k.words[0]]->generator;
+      auto& ours = trace->buffers[k.words[0]]->generator;
       k.state.set_current_seed(ours.current_seed()), k.state.set_offset(ours.get_offset());
       ours.set_offset(ours.get_offset() + k.words[1]), draws = true;
       continue;

@@ -47,7 +47,16 @@ struct Program {
     int misses = 1, served = 0;
   };
 
+  // Steps that may run once `ops` ops are recorded as they were when this was compiled, `hash` in all: the memory that they read is
+  // known then, and what they write is new.
+  struct Cut { size_t ops; std::vector<int32_t> steps; hash_t hash; };
+
   std::vector<Step> steps;
+  std::vector<Cut> cuts;
+  std::vector<int32_t> guessed;  // numbers that steps of cuts take before they are recorded: those of the last run
+  std::vector<IValue> numbers;   // of the last run
+  std::weak_ptr<Program> next;  // what ran after it the last time
+  int idle = 0, missed = 0;     // how often the device waited for it of late; how often it was begun in vain
   std::vector<int64_t> dims;  // sizes and strides of the compiler's layouts
   int32_t slots = 0;
   std::vector<std::pair<int32_t, int32_t>> inputs;  // (buffer, slot)
@@ -58,13 +67,14 @@ struct Program {
   std::vector<Graph> graphs;
 
   // Runs on the physical device. On failure `failed` names the instruction; results that were ready are handed out all the same.
-  void run(Trace& trace, DeviceIndex device, int32_t& failed);
+  // `runner`: what has begun of it, or null.
+  void run(Trace& trace, DeviceIndex device, int32_t& failed, std::shared_ptr<Runner> runner);
 };
 
 // Calls `body` on a stream that is being captured, in which ops draw from `states`: gives the graph and what launches it and keeps
 // its memory. Python's, kept for ever.
-using Capturer = std::function<std::pair<void*, std::function<void()>>(
-    DeviceIndex, std::vector<at::Generator> states, std::function<void(void*)> body)>;
+using Capturer = std::function<std::pair<uintptr_t, std::function<void()>>(
+    DeviceIndex, std::vector<at::Generator> states, std::function<void(uintptr_t)> body)>;
 inline Capturer* capturer = nullptr;
 
 }  // namespace lazysched

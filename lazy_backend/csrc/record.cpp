@@ -9,7 +9,11 @@
 #include <bit>
 #include <sstream>
 
+extern "C" void* lazysched_find_site(int32_t* lasti);  // frames.c
+
 namespace lazysched {
+
+Site capture_site() { Site s; if (limits.frames) s.code = lazysched_find_site(&s.lasti); return s; }
 
 const OpInfo& op_info(const c10::OperatorHandle& op) {
   static auto* all = new std::unordered_map<const void*, std::unique_ptr<OpInfo>>();
@@ -200,9 +204,9 @@ void Trace::add_arg(const ArgInfo& info, const IValue& v, Instr& instr, std::vec
 }
 
 void Trace::add_instr(const Instr& instr, std::vector<uint64_t>& words) {
-  instrs.push_back(instr);
   words.insert(words.end(), {static_cast<uint64_t>(instr.segment), c10::Uint128Low64(instr.call), c10::Uint128High64(instr.call)});
   hash = torch::lazy::HashBlock(words.data(), words.size() * sizeof(uint64_t), hash);
+  instrs.push_back(instr), instrs.back().so_far = hash;
 }
 
 void Trace::replay(const Trace& from, const Instr& in) {
@@ -286,7 +290,7 @@ bool overlaps(const OpInfo& op, const IValue* args) {
 
 }  // namespace
 
-constexpr char kLent[] = "another library sees the memory of an operand";
+constexpr char kLent[] = "another library sees the memory of an operand", kCut[] = "";
 
 void Recorder::record(const OpInfo& op, Stack* stack) {
   const IValue* args = stack->data() + stack->size() - op.args.size();
@@ -309,10 +313,11 @@ void Recorder::record(const OpInfo& op, Stack* stack) {
   torch::jit::drop(stack, op.args.size());
   for (auto& r : returns) stack->push_back(std::move(r));
   if (limits.eager) barrier("eager", "LAZYSCHED_MODE=eager runs each op at once");
+  else if (limit == kCut) start_early();
   else if (limit) barrier(limit == kLent ? "lent" : "limit", limit);
 }
 
-// Returns why the recording has to run now, else null.
+// Returns why the recording has to run now, or kCut, else null.
 const char* Recorder::append(const OpInfo& op, const IValue* args, c10::ArrayRef<at::Tensor> outs, hash_t call) {
   static thread_local std::vector<uint64_t> words;
   words.clear();
@@ -338,7 +343,8 @@ const char* Recorder::append(const OpInfo& op, const IValue* args, c10::ArrayRef
   stats[kRecorded]++;
   if (lent) return kLent;
   if (static_cast<int64_t>(t.instrs.size()) >= limits.max_ops) return "LAZYSCHED_MAX_OPS ops are recorded";
-  return limits.max_bytes && t.held_bytes > limits.max_bytes ? "LAZYSCHED_MAX_PENDING_BYTES are held by the recording" : nullptr;
+  if (limits.max_bytes && t.held_bytes > limits.max_bytes) return "LAZYSCHED_MAX_PENDING_BYTES are held by the recording";
+  return t.instrs.size() == cut_ops_ ? kCut : nullptr;
 }
 
 void record_boxed(const c10::OperatorHandle& handle, Stack* stack) {
@@ -346,11 +352,8 @@ void record_boxed(const c10::OperatorHandle& handle, Stack* stack) {
   IValue* args = stack->data() + stack->size() - op.args.size();
   if (op.indexing) move_indices(op, args);
   auto& r = recorder(common_device(op, args));
-  const auto how = op.masks_matter && !boolean_index(op, args) ? Recordable::Yes : op.recordable;
-  if (how == Recordable::Yes) return r.record(op, stack);
-  if (how == Recordable::ReturnsNumber) return r.run_now(op, stack, "value_access", op.name + " returns a Python value");
-  if (how == Recordable::No) return r.run_now(op, stack, "unrecordable", op.name + " cannot be recorded");
-  r.run_now(op, stack, "data_dependent_shape", op.name + ": its result depends on the values");
+  if (op.refusal.empty() || (op.masks_matter && !boolean_index(op, args))) return r.record(op, stack);
+  r.run_now(op, stack, op.refusal.c_str(), op.name + op.why);
 }
 
 // Must the recording run before an op that cannot be recorded? `needed`: what it reads, where it writes nothing.

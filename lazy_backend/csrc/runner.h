@@ -20,7 +20,8 @@ const char* lazysched_run_graph(void* exec, void* stream);
 inline void check_driver(const char* error, const char* what) { TORCH_CHECK(!error, what, " failed: ", error); }
 
 struct Runner {
-  Trace& trace;
+  Runner(Program& p, DeviceIndex i) : program(p), device(i), stream(current_stream(i)), slots(p.slots) {}
+  Trace* trace = nullptr;
   Program& program;
   const DeviceIndex device;
   void* stream;
@@ -32,13 +33,18 @@ struct Runner {
   std::vector<uint64_t> words = {};  // arguments of the kernel that is launched
   std::vector<void*> params = {};
   std::vector<std::unique_ptr<at::RecordFunction>> ranges = {};  // the segments that run, the outermost first
+  // Of a run that began before its recording had ended: the recording so far, its generators' states before, the steps that ran.
+  std::shared_ptr<Trace> part = {};
+  std::vector<at::Generator> states = {};
+  std::vector<bool> done = {};
+  size_t bound = 0;  // how many inputs are in their slots
 
   // The layout of the tensor in `slot`, one of the call's: `recorded`, unless the compiler chose another.
   const Operand& chosen(const Operand& recorded, const int32_t* slot) const {
     return call->layouts.empty() ? recorded : call->layouts[slot - call->slots.data()];
   }
   c10::IntArrayRef shape(const Operand& o, int16_t from) const {
-    return {(call->layouts.empty() ? trace.dims : program.dims).data() + o.dims + from, static_cast<size_t>(o.ndim)};
+    return {(call->layouts.empty() ? trace->dims : program.dims).data() + o.dims + from, static_cast<size_t>(o.ndim)};
   }
 
   at::Tensor view(const Operand& recorded, const int32_t* slot) const {
@@ -51,14 +57,14 @@ struct Runner {
   // While a stretch is captured, each op in it draws from a state of its own.
   at::Generator& draws_from(const Instr& in) const {
     if (captured) for (auto& s : captured->settings) if (s.step == step) return s.state;
-    return trace.buffers[in.generator]->generator;
+    return trace->buffers[in.generator]->generator;
   }
 
   // `slot`: that of the argument's first tensor; moves on behind its last.
   IValue argument(const Arg& a, const Instr& in, const int32_t*& slot) const {
     const auto n = static_cast<size_t>(a.count);
-    auto tensor = [&](size_t i) { return view(trace.operands[a.first + i], slot++); };
-    auto number = [&](size_t i) -> const IValue& { return trace.scalars[a.first + i]; };
+    auto tensor = [&](size_t i) { return view(trace->operands[a.first + i], slot++); };
+    auto number = [&](size_t i) -> const IValue& { return trace->scalars[a.first + i]; };
     switch (a.kind) {
       case ArgKind::Tensor: return *slot < -1 ? IValue(stack[-2 - *slot++]) : tensor(0);
       case ArgKind::TensorList: return make_list<at::Tensor>(n, tensor);
@@ -93,7 +99,7 @@ struct Runner {
 
   // `slot`: that of the op's first new output.
   void take_results(const Instr& in, const int32_t* slot) {
-    const Operand* want = trace.operands.data() + in.outs;
+    const Operand* want = trace->operands.data() + in.outs;
     const int32_t* end = slot + in.n_outs;
     for (size_t r = 0; r < stack.size(); r++) {
       if (in.op->return_alias[r] >= 0 || !(stack[r].isTensor() || stack[r].isTensorList())) continue;
@@ -106,13 +112,13 @@ struct Runner {
   }
 
   void run(const Program::Call& now, int32_t index) {
-    const Instr& in = trace.instrs[index];
+    const Instr& in = trace->instrs[index];
     call = &now;
     stack.clear();
     const int32_t* slot = now.slots.data();
     const bool counted = in.generator >= 0 && !captured && physical_type() == c10::kCUDA;
     const uint64_t before = counted ? draws_from(in).get_offset() : 0;
-    for (size_t i = 0; i < in.op->args.size(); i++) stack.push_back(argument(trace.args[in.args + i], in, slot));
+    for (size_t i = 0; i < in.op->args.size(); i++) stack.push_back(argument(trace->args[in.args + i], in, slot));
     {
       std::optional<LentState> lent;
       const bool lend = in.generator >= 0 && !in.op->generator_arg;
@@ -132,7 +138,7 @@ struct Runner {
     for (size_t r = 0; r < stack.size(); r++) {
       const int arg = in.op->return_alias[r];
       if (arg < 0 || !is_tensor(stack[r]) || !stack[r].toTensor().is_conj()) continue;
-      if (trace.operands[trace.args[in.args + arg].first].conj) continue;
+      if (trace->operands[trace->args[in.args + arg].first].conj) continue;
       stack[r].toTensor()._set_conj(false);
       stack[r].toTensor().conj_physical_();
     }
@@ -155,13 +161,13 @@ struct Runner {
     }
     if (a.fixed()) return static_cast<uint64_t>(a.value);
     if (a.kind == Arg::Seed || a.kind == Arg::Offset) {
-      auto& generator = trace.buffers[a.index]->generator;
+      auto& generator = trace->buffers[a.index]->generator;
       if (a.kind == Arg::Seed) return generator.current_seed();
       const auto offset = generator.get_offset();
       generator.set_offset(offset + static_cast<uint64_t>(a.value));
       return offset;
     }
-    const auto number = trace.scalars[a.index].toScalar();
+    const auto number = trace->scalars[a.index].toScalar();
     if (a.kind == Arg::Float) return std::bit_cast<uint32_t>(static_cast<float>(number.toDouble()));
     return a.kind == Arg::Double ? std::bit_cast<uint64_t>(number.toDouble()) : static_cast<uint64_t>(number.toLong());
   }
@@ -187,11 +193,15 @@ struct Runner {
     std::vector<c10::Scalar> numbers;
     for (auto s : step.slots)
       if (slots[s]) bytes[s] = bytes_of(slots[s]);
-    for (const auto& v : trace.scalars) numbers.push_back(v.toScalar());
+    for (const auto& v : trace->scalars) numbers.push_back(v.toScalar());
     step.run(bytes, numbers);
   }
 
   void run_step() { std::visit([&](const auto& what) { run(what, program.steps[step].instr); }, program.steps[step].what); }
+
+  // program.cpp
+  void bind(bool whole);
+  void run_early(std::shared_ptr<Trace> recorded, const Program::Cut& cut);
 
   // graph.cpp
   bool serve(Program::Graph& g, bool warm);  // runs the stretch as a graph, if that is possible

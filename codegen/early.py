@@ -1,0 +1,157 @@
+"""Finds the steps of a program that may run before the recording that it belongs to has ended. Imports `ir_nodes` and codegen's
+plan types.
+
+A training loop that reads its loss at every step would leave the device idle while the host records the next one. A recording
+mostly becomes what followed the one before it the last time, so the native core (csrc/flush.cpp) begins that program at a few
+*cuts*: places in the recording where more of its inputs are known. A step may run early if it writes new memory only, so that it
+can be dropped if the recording becomes another one, and launches work only: no Python, no collective that others would wait for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Iterable, Mapping, Protocol, Sequence
+
+from codegen.cuda_graph import scalars
+from codegen.memory_plan import MemoryPlan
+from codegen.step_use import StepUse
+from ir_nodes import BufferKind, Graph, Node
+from ir_nodes.estimate import CUDA, cost
+
+CUTS = 8
+"""Places at which a recording is looked at. At each it is copied, which takes some tens of microseconds."""
+WORTH = 8e-6
+"""Seconds that a step should take on the device at least, on average: about what its launch takes the host."""
+NEVER = 1 << 60
+
+
+class Step(Protocol):
+    @property
+    def use(self) -> StepUse: ...
+    @property
+    def writes(self) -> tuple[int, ...]: ...
+    @property
+    def nodes(self) -> tuple[Node, ...]: ...
+    @property
+    def numbers(self) -> tuple[int, ...]: ...
+    @property
+    def draws(self) -> tuple[int, ...]: ...
+    @property
+    def blocked(self) -> str: ...
+    @property
+    def calls(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """How many ops are recorded when each buffer, and each number, has been seen. ``always``: cuts are made even where starting
+    early can't pay, for tests."""
+
+    buffers: Mapping[int, int]
+    numbers: Mapping[int, int]
+    always: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Once ``ops`` ops are recorded, ``steps`` may run. ``guessed``: numbers that they take and that are recorded later."""
+
+    ops: int
+    steps: tuple[int, ...]
+    guessed: tuple[int, ...] = ()
+
+
+def known(graph: Graph, always: bool) -> Known:
+    """``graph``: as recorded, before any pass."""
+    buffers: dict[int, int] = {}
+    numbers: dict[int, int] = {}
+    for node in graph.nodes:
+        for value in (*(operand.value for operand in node.reads), *(write.value for write in node.all_writes())):
+            buffers.setdefault(value.buffer.index, node.instr + 1)
+        for number in scalars([node]):
+            numbers.setdefault(number, node.instr + 1)
+    return Known(buffers, numbers, always)
+
+
+def cuts(steps: Sequence[Step], plan: MemoryPlan, graph: Graph, seen: Known) -> list[Cut]:
+    """The cuts at which ``steps`` may begin; none where too little could."""
+    when = [at if at < NEVER else None for at in earliest(steps, plan, graph, seen)]
+    able = [index for index, at in enumerate(when) if at is not None]
+    if not able or not (seen.always or seconds([steps[index] for index in able], graph) >= WORTH * len(able)):
+        return []
+    found: dict[int, list[int]] = {}
+    places = chosen(sorted({at for at in when if at is not None}))
+    for index in able:
+        at = when[index]
+        assert at is not None
+        found.setdefault(max(2, next(place for place in places if place >= at)), []).append(index)
+    # At the first op the core looks whether the device has nothing to do: then somebody has waited for what came before.
+    return [Cut(1, ()), *(Cut(ops, tuple(found[ops]), guessed(steps, found[ops], ops, seen)) for ops in sorted(found))]
+
+
+def guessed(steps: Sequence[Step], which: Sequence[int], ops: int, seen: Known) -> tuple[int, ...]:
+    """The numbers that the steps ``which`` take and that are not among the first ``ops`` ops."""
+    return tuple(number for index in which for number in steps[index].numbers if seen.numbers.get(number, NEVER) > ops)
+
+
+def chosen(places: Sequence[int]) -> list[int]:
+    """At most CUTS of ``places``, about as far from one another, the last among them."""
+    low, high = places[0], places[-1]
+    ends = [low + (high - low) * part // (CUTS - 1) for part in range(CUTS)]
+    return sorted({max(place for place in places if place <= end) for end in ends})
+
+
+def earliest(steps: Sequence[Step], plan: MemoryPlan, graph: Graph, seen: Known) -> list[int]:
+    """For each step, how many ops have to be recorded before it may run; NEVER: all, for its inputs or what it waits for are
+    never all known earlier, or it can't be dropped again.
+
+    It runs after all steps before it that touch what it writes or frees, or write what it touches. Each random generator is
+    drawn from in the program's order.
+    """
+    inputs = set(plan.inputs)
+    touched_at: dict[int, int] = {}
+    written_at: dict[int, int] = {}
+    out: list[int] = []
+    for index, step in enumerate(steps):
+        touched, written = slots_of(step, plan, graph)
+        able = not (step.blocked or written & inputs)
+        written |= {slot for slot, _ in plan.allocs[index]} | set(plan.frees[index])
+        touched |= written
+        if not able:
+            at = NEVER
+        else:
+            at = max([needed(step, graph, seen), *(written_at.get(slot, 0) for slot in touched),
+                      *(touched_at.get(slot, 0) for slot in written)])
+        for slot in touched:
+            touched_at[slot] = max(touched_at.get(slot, 0), at)
+        for slot in written:
+            written_at[slot] = max(written_at.get(slot, 0), at)
+        out.append(at)
+    return out
+
+
+def slots_of(step: Step, plan: MemoryPlan, graph: Graph) -> tuple[set[int], set[int]]:
+    """What the step touches, and what of it it writes; the state of a generator counts as written."""
+    temporaries = {len(graph.buffers) + number for number in step.use.temporaries}
+    written = {*step.writes, *step.use.makes, *temporaries}
+    return {plan.slot_of(slot) for slot in (*step.use.buffers, *written)}, {*map(plan.slot_of, written), *step.draws}
+
+
+def needed(step: Step, graph: Graph, seen: Known) -> int:
+    """How many ops are recorded when all memory that the step takes from outside is known. A call reads its arguments from its
+    op; numbers of kernels are guessed, because constants that a kernel shares with later ones would hold up too many."""
+    outside = [buffer for buffer in (*step.use.buffers, *step.draws)
+               if buffer < len(graph.buffers) and graph.buffers[buffer].kind is not BufferKind.FRESH]
+    ops = [node.instr + 1 for node in step.nodes if step.calls]
+    return max([1, *(seen.buffers.get(buffer, NEVER) for buffer in outside), *ops])
+
+
+def seconds(steps: Iterable[Step], graph: Graph) -> float:
+    """What the steps take on the device, estimated: a call by its op, a kernel by the bytes that it touches."""
+    total = 0.0
+    for step in steps:
+        if step.calls:
+            total += sum(cost(node, CUDA).seconds for node in step.nodes)
+        else:
+            total += sum(graph.buffers[buffer].nbytes for buffer in step.use.buffers) / CUDA.memory
+    return total
