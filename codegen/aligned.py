@@ -89,4 +89,4 @@ def end_in_vectors(tile: Tile, body: Body, shortest: int) -> Tile:
 def _unlike(step: Step) -> bool:
     """True where an instruction must not see elements beside the row."""
     access = step.access
-    return step.stage in ("random", "take", "gather") or access is not None and (access.scattered or access.shift > 0)
+    return step.stage in ("random", "take") or access is not None and (access.scattered or access.shift > 0)

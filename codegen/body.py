@@ -12,6 +12,7 @@ from codegen.forms import Form, Reduced
 from codegen.group import Group, Unit, level_in
 from codegen.instructions import FULL, KEPT, UNIFORM, Instr, MemAccess
 from codegen.kernel import Temporary
+from codegen.picked import pick
 from ir_nodes.node import Buffer, BufferKind, Value
 
 PlaceKey = tuple[int, Form, torch.dtype, int]
@@ -101,6 +102,8 @@ class BodyBuilder:
         self._loaded: dict[tuple[PlaceKey, int], Step] = {}
         self._written: dict[PlaceKey, list[tuple[MemAccess, int]]] = {}
         self._puts: list[Step] = []
+        self._writes = {access.value.buffer for unit in group.units if unit.part for mode, access in unit.part.accesses()
+                        if mode == "w"}
         self._computed: dict[tuple[object, ...], Step] = {}  # inputs, indices and expressions
 
     def build(self, outside: set[Value]) -> Body:
@@ -242,6 +245,9 @@ class BodyBuilder:
             step = Step("gather", instr.dtype, KEPT, 0, (index,), access=access, form=self._full(rest, KEPT),
                         kept_form=rest, payload=instr.payload)
             return self.body.add(step)
+        alone = pick(self.body, source, index, interval, lambda form: self._full(form, KEPT), self._writes)
+        if alone is not None:
+            return alone
         lower, upper = interval
         form = forms.collapse((self.group.numel // upper, upper // lower, lower), (0, 1, 0))
         column = self._coordinate(form, access.level, False)

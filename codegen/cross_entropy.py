@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+from typing import Any
 
 import torch
 
@@ -10,18 +10,48 @@ from codegen.expressions import Unsupported
 from codegen.instructions import KEPT, Instr, Part, scratch_value
 from codegen.lowering import Lowering, arguments
 from codegen.onehot import ONE_HOT
+from codegen.promotion import compute_dtype
 from codegen.reductions import divide, operand_of, reduction, write_kept
 from ir_nodes.layout import Layout
 from ir_nodes.node import Node, Operand
 
 
 def lower_nll_forward(node: Node, scratch: int) -> list[Part]:
-    """nll_loss_forward on (rows, classes): per-row losses and weights, then their sums."""
+    """nll_loss_forward on (rows, classes): the sum of weights, losses per row, their sum.
+
+    Weights follow from the targets alone, so whoever waits for their sum, as a mean's gradient does, need not wait for the
+    losses, and may share the kernel that makes these.
+    """
     args = arguments(node)
     source, target = operand_of(args["self"]), operand_of(args["target"])
     if len(source.layout.size) != 2 or args["reduction"] not in (1, 2):
         raise Unsupported("nll_loss without a batch or without a reduction")
-    rows = source.layout.size[0]
+    losses = _losses(node, args, source, target, scratch)
+    return [_weights(node, args, target), *losses]
+
+
+def _weights(node: Node, args: dict[str, Any], target: Operand) -> Part:
+    """The sum of weights, node.writes[1]."""
+    lowering, dims = reduction(node, target, None)
+    write_kept(lowering, 1, _total_weight(lowering, args, target), dims)
+    return lowering.part
+
+
+def _total_weight(lowering: Lowering, args: dict[str, Any], target: Operand) -> Instr:
+    held = compute_dtype(operand_of(args["self"]).layout.dtype)
+    index = lowering.load(target)
+    weight = lowering.expr("1.0", dtype=held)
+    if args.get("weight") is not None:
+        layout = operand_of(args["weight"]).layout
+        rest = Layout(layout.dtype, (), (), layout.offset)
+        taken = lowering.take(operand_of(args["weight"]), rest, [(index, layout.stride[0], layout.size[0])])
+        weight = lowering.cast(taken, held)
+    ignored = lowering.read(args["ignore_index"], index.dtype)
+    return lowering.reduce("add", lowering.expr("tl.where({0} != {1}, {2}, 0.0)", index, ignored, weight, dtype=held))
+
+
+def _losses(node: Node, args: dict[str, Any], source: Operand, target: Operand, scratch: int) -> list[Part]:
+    """Per row, then their sum or mean, node.writes[0]."""
     lowering, _ = reduction(node, source, 1)
     index = lowering.load(target, KEPT)
     ignored = lowering.read(args["ignore_index"], index.dtype)
@@ -30,26 +60,22 @@ def lower_nll_forward(node: Node, scratch: int) -> list[Part]:
     weight: Instr = lowering.expr("1.0", dtype=picked.dtype)
     if args.get("weight") is not None:
         weight = _class_weight(lowering, operand_of(args["weight"]), index, picked.dtype)
-    used = lowering.expr("tl.where({0} != {1}, {2}, 0.0)", index, ignored, weight, dtype=picked.dtype)
     loss = lowering.expr("tl.where({0} != {1}, -{2} * {3}, 0.0)", index, ignored, picked, weight, dtype=picked.dtype)
-    layout = Layout.contiguous(picked.dtype, (rows,))
-    values = [scratch_value(scratch + i, layout.nbytes, node) for i in range(2)]
-    for value, result in zip(values, (loss, used)):
-        lowering.store(value, layout, result, KEPT)
-    return [lowering.part, _nll_sum(node, [Operand(value, layout) for value in values], args["reduction"])]
+    layout = Layout.contiguous(picked.dtype, source.layout.size[:1])
+    value = scratch_value(scratch, layout.nbytes, node)
+    lowering.store(value, layout, loss, KEPT)
+    total, dims = reduction(node, Operand(value, layout), None)
+    summed = total.reduce("add", total.load(Operand(value, layout)))
+    if args["reduction"] == 1:
+        summed = divide(total, summed, _total_weight(total, args, target))
+    write_kept(total, 0, summed, dims)
+    total.part.later = 1
+    return [lowering.part, total.part]
 
 
 def _class_weight(lowering: Lowering, weight: Operand, index: Instr, dtype: torch.dtype) -> Instr:
     rest = Layout(weight.layout.dtype, (1, weight.layout.size[0]), (0, weight.layout.stride[0]), weight.layout.offset)
     return lowering.cast(lowering.gather(Operand(weight.value, rest), 1, index), dtype)
-
-
-def _nll_sum(node: Node, sources: Sequence[Operand], mode: int) -> Part:
-    lowering, dims = reduction(node, sources[0], None)
-    loss, weight = (lowering.reduce("add", lowering.load(source)) for source in sources)
-    write_kept(lowering, 0, divide(lowering, loss, weight) if mode == 1 else loss, dims)
-    write_kept(lowering, 1, weight, dims)
-    return lowering.part
 
 
 def lower_nll_backward(node: Node, scratch: int) -> list[Part]:

@@ -11,7 +11,7 @@ from codegen.instructions import KEPT
 from codegen.kernel import Kernel, KernelStep, Temporary
 from codegen.onehot import sum_one_hots
 from codegen.online import merge_passes
-from codegen.reuse import reuses, walks_once
+from codegen.reuse import reuses, settles
 from codegen.source_args import ArgumentList
 from codegen.split import mixed_body, split_body
 from codegen.tile import Tile, lay_out, mixed_blocks, whole_shares
@@ -92,7 +92,8 @@ def _share(body: Body, tuning: Tuning) -> int:
 def _launch(body: Body, tile: Tile, nodes: tuple[Node, ...], scratch: Scratch) -> KernelStep:
     arguments = ArgumentList(scratch, _is_wide(body))
     name = _name(body, nodes)
-    source = SourceWriter(body, tile, arguments).source(name, "; ".join(node.target for node in nodes))
+    found = reuses(body, tile.looped, tile.share > 0 and not tile.mixed)
+    source = SourceWriter(body, tile, arguments, settles(body, found)).source(name, "; ".join(node.target for node in nodes))
     signature = tuple((argument, kind) for argument, kind, _ in arguments.entries)
     blocks = tuple((f"B{i}", axis.block if axis else 1) for i, axis in enumerate(tile.axes[:2]))
     blocks += (("BK", tile.depth),) if tile.depth else ()
@@ -102,8 +103,7 @@ def _launch(body: Body, tile: Tile, nodes: tuple[Node, ...], scratch: Scratch) -
     return KernelStep(kernel, (_programs(tile), 1, 1), tuple(entry[2] for entry in arguments.entries), nodes,
                       tuple(body.elided), _sources(arguments, loads), _sources(arguments, stores),
                       flat=tile.axes[1].extent if tile.axes[0] is None else 0,
-                      reuses=() if tile.looped and not walks_once(body) else reuses(body),
-                      picks=_picks(body))
+                      reuses=found, picks=_picks(body))
 
 
 def _picks(body: Body) -> tuple[tuple[Value, int], ...]:

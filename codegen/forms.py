@@ -150,3 +150,20 @@ def embed(form: Form, reduced: Reduced, numel: int) -> Form | None:
             strides.append(stride)
             left, stride, extent = left // step, stride * step, extent // step
     return collapse(tuple(reversed(sizes)), tuple(reversed(strides)))
+
+
+def along(form: Form, interval: tuple[int, int], numel: int) -> tuple[int, Form] | None:
+    """The stride of ``form`` along an interval of the linear index, and the form of what is left; None where it has several."""
+    all_cuts = merge_cuts(reduced_cuts((interval,), numel), cuts(form))
+    if all_cuts is None:
+        return None
+    dims = dims_of(all_cuts, numel)
+    starts = [1]
+    for extent in reversed(dims[1:]):
+        starts.append(starts[-1] * extent)
+    inside = [dim for dim, start in enumerate(reversed(starts)) if interval[0] <= start < interval[1]]
+    if len(inside) != 1:
+        return None
+    strides = strides_over(form, dims)
+    rest = [dim for dim in range(len(dims)) if dim not in inside]
+    return strides[inside[0]], collapse(tuple(dims[dim] for dim in rest), tuple(strides[dim] for dim in rest))

@@ -13,7 +13,7 @@ from typing import Collection, Iterable, Mapping, Sequence
 
 from codegen import inline
 from codegen.expressions import Unsupported
-from codegen.group import Group, Unit, joint_level, merge, new_group
+from codegen.group import Group, Unit, joint_level, lifted_level, merge, new_group, sort_groups
 from codegen.instructions import MemAccess, Part
 from codegen.kernel import Plan, Refusal
 from codegen.lowered import Lowered
@@ -81,7 +81,7 @@ def lower_all(graph: Graph, tuning: Tuning = HOPPER, lists: bool = True, lowered
     """Every node as units, in order."""
     lowered = lowered or Lowered()
     units: list[Unit] = []
-    scratch, known = 0, nothing_known()
+    scratch, made_by_aten, known = 0, 0, nothing_known()
     recipes: inline.Recipes = {}
     hots: Hots = {}
     makers: dict[Value, MemAccess] = {}
@@ -94,6 +94,7 @@ def lower_all(graph: Graph, tuning: Tuning = HOPPER, lists: bool = True, lowered
             parts = inlined and norms.parts(node) or lowered.parts(node, scratch, tuning, known)
         except Unsupported as refusal:
             made = tuple(write.value for write in node.all_writes())
+            made_by_aten += sum(value.buffer.nbytes for value in made)
             units.append(Unit(len(units), node, None, str(refusal), tuple(node.inputs()), made))
             known.remember(node, [])
             continue
@@ -108,7 +109,7 @@ def lower_all(graph: Graph, tuning: Tuning = HOPPER, lists: bool = True, lowered
                    and not write.layout.covers(write.value.buffer.nbytes)}
         for part in parts:
             needs, makes = memory_of(part, partial)
-            units.append(Unit(len(units), node, part, "", needs, makes))
+            units.append(Unit(len(units), node, part, "", needs, makes, made_by_aten))
             scratch += sum(1 for value in makes if value.buffer.index < 0)
         inline.remember(graph, node, parts, recipes)
         remember_hot(graph, node, parts, hots)
@@ -207,7 +208,8 @@ class Fuser:
     def place(self, unit: Unit) -> None:
         """Give the unit a group, then merge that with every neighbour that allows it."""
         before = dict.fromkeys(self._group[other].root() for other in unit.before)
-        group = new_group(unit, max((other.level for other in before), default=-1) + 1, self._tuning)
+        later = unit.part.later if unit.part is not None else 0
+        group = new_group(unit, max((other.level for other in before), default=-1) + 1 + later, self._tuning)
         for other in before:
             group.preds[other] = None
             other.succs[group] = None
@@ -263,6 +265,8 @@ class Fuser:
         if isinstance(joint, str):
             return joint
         level = joint_level(other, group)
+        if level is None and other.totals and group.totals:
+            level = lifted_level(other, group)
         if level is None:
             return "what lies between them has to run between them"
         merge(other, group, joint, level)
@@ -275,26 +279,3 @@ class Fuser:
     def _remember(self, unit: Unit) -> None:
         for value in unit.makes:
             self._makers.setdefault(value, {})[unit] = None
-
-
-def sort_groups(groups: Sequence[Group]) -> list[Group]:
-    """By stage and each group's first node; what a group waits for, and nothing else, comes before it where it would come later.
-
-    So a value that is computed again for backward is computed there, although it could be long before.
-    """
-    order = sorted(groups, key=lambda group: (group.stage, group.units[0].position))
-    place = {group: number for number, group in enumerate(order)}
-    begun: set[Group] = set()
-    done: dict[Group, None] = {}
-    for last in order:
-        waiting = [last]
-        while waiting:
-            group = waiting[-1]
-            missing = [] if group in begun else [other for other in group.preds if other not in done]
-            begun.add(group)
-            waiting += sorted(missing, key=place.__getitem__, reverse=True)
-            if not missing:
-                done[waiting.pop()] = None
-    out = list(done)
-    assert len(out) == len(groups), "fusion made a cycle"
-    return out

@@ -1,10 +1,11 @@
-"""Groups of parts that will share a kernel, what each touches, and how two become one. Imports codegen's leaf modules and
-`ir_nodes`; which may share one is in `codegen.rules`."""
+"""Groups of parts that will share a kernel, what each touches, how two become one, and their order. Imports codegen's leaf
+modules and `ir_nodes`; which may share one is in `codegen.rules`."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Sequence
 
 import torch
 
@@ -17,6 +18,7 @@ from ir_nodes import settings
 from ir_nodes.node import Node, Value
 
 MAX_NODES, MAX_OPERANDS, MAX_DIMS = 64, 20, 6
+MAX_LIFTED = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +31,7 @@ class Unit:
     reason: str = ""
     needs: tuple[Value, ...] = ()  # what must exist before it runs
     makes: tuple[Value, ...] = ()
+    made_by_aten: int = 0  # bytes that ATen makes before it
     lasts: bool = False  # somebody outside of the recording needs what it makes
     followers: dict["Unit", None] = field(default_factory=dict)  # units that need what it makes
     before: dict["Unit", None] = field(default_factory=dict)  # units that must run earlier
@@ -76,6 +79,11 @@ class Group:
     @property
     def kept(self) -> int:
         return self.numel // forms.reduced_extent(self.reduced or ())
+
+    @property
+    def totals(self) -> bool:
+        """True where it makes numbers of all its elements, so that it has next to nothing to write."""
+        return self.reduced is not None and self.kept == 1
 
     def root(self) -> "Group":
         group = self
@@ -222,3 +230,43 @@ def joint_level(left: Group, right: Group) -> int | None:
     waiting = [group.level for side, other in ((left, right), (right, left)) for group in side.succs if group is not other]
     level = max(waited, default=-1) + 1
     return level if level < min(waiting, default=math.inf) else None
+
+
+def lifted_level(left: Group, right: Group) -> int | None:
+    """As `joint_level`, where groups that wait for either may be moved up, a few of them, and are if that is enough."""
+    level = max((group.level for side in (left, right) for group in side.preds if group not in (left, right)), default=-1) + 1
+    higher: dict[Group, int] = {}
+    stack = [(group, level + 1) for side in (left, right) for group in side.succs if group not in (left, right)]
+    while stack:
+        group, least = stack.pop()
+        if group in (left, right) or len(higher) > MAX_LIFTED:
+            return None
+        if max(group.level, higher.get(group, 0)) < least:
+            higher[group] = least
+            stack += [(after, least + 1) for after in group.succs]
+    for group, least in higher.items():
+        group.level = least
+    return level
+
+
+def sort_groups(groups: Sequence[Group]) -> list[Group]:
+    """By stage and each group's first node; what a group waits for, and nothing else, comes before it where it would come later.
+
+    So a value that is computed again for backward is computed there, although it could be long before.
+    """
+    order = sorted(groups, key=lambda group: (group.stage, group.units[0].position))
+    place = {group: number for number, group in enumerate(order)}
+    begun: set[Group] = set()
+    done: dict[Group, None] = {}
+    for last in order:
+        waiting = [last]
+        while waiting:
+            group = waiting[-1]
+            missing = [] if group in begun else [other for other in group.preds if other not in done]
+            begun.add(group)
+            waiting += sorted(missing, key=place.__getitem__, reverse=True)
+            if not missing:
+                done[waiting.pop()] = None
+    out = list(done)
+    assert len(out) == len(groups), "fusion made a cycle"
+    return out

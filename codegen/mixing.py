@@ -37,9 +37,9 @@ def across(reduced: Reduced, numel: int) -> Reduced:
 def mixes(part: Part, tuning: Tuning) -> bool:
     """True where the part's reduction may share a pass with one across it."""
     length = row_length(part.reduced, part.numel)
-    if not length or not part.reduces or not settings.enabled("mix_order"):
+    rows = bool(part.reduced and part.reduced[0][0] == 1)
+    if not length or not (part.reduces or rows) or not settings.enabled("mix_order"):
         return False
-    rows = part.reduced is not None and part.reduced[0][0] == 1
     large = part.numel > tuning.split_numel and part.numel // length >= tuning.mixed_rows
     return large and length <= tuning.mixed_row and (rows or not part.waits)
 

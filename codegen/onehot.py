@@ -110,7 +110,7 @@ def known_sums(part: Part, hots: Hots) -> Part:
             text = hot.rounding.replace("{0}", f"tl.where({_INSIDE}, -{{2}}, 0.0)")
             out += [count, Instr("expr", instr.dtype, FULL, (index, none, value, count), text)]
         made[instr] = out[-1]
-    return Part(part.node, part.numel, None, out, False, part.after)
+    return Part(part.node, part.numel, None, out, False, part.after, part.later)
 
 
 def _loaded(instr: Instr) -> Value | None:

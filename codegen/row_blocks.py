@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from codegen.body import Body
-from codegen.instructions import FULL
+from codegen.instructions import FULL, KEPT
 from codegen.online import pairs
 from codegen.tuning import Tuning, power_of_two, snug_block
 from ir_nodes import settings
@@ -29,7 +29,7 @@ def loop_lane(body: Body, tuning: Tuning) -> int:
 
 def may_walk_again(body: Body) -> bool:
     """True where a row lies off 16-byte boundaries, is read in vectors nevertheless, and draws no numbers, which cost much."""
-    plain = not any(step.stage in ("random", "take", "gather") for step in body.steps)
+    plain = not any(step.stage in ("random", "take") for step in body.steps)
     return body.extent % 8 != 0 and plain and settings.enabled("aligned_rows")
 
 
@@ -38,7 +38,7 @@ def row_block(body: Body, tuning: Tuning, split: bool) -> tuple[int, bool, int]:
     reads, extent = loads(body), power_of_two(body.extent + (7 if body.extent % 8 and body.extent > tuning.covered else 0))
     if not split and extent > tuning.short_row and extent * 3 > body.extent * tuning.padded and may_walk_again(body):
         return snug_block(body.extent + 7, min(tuning.looped, 2 * tuning.short_row), 512), True, tuning.lane
-    longest = tuning.persistent if walks_again(body) else tuning.once
+    longest = tuning.persistent if walks_again(body) and not makes_gradient(body) else tuning.once
     if not split and extent <= longest // (1 if reads < 2 else 2):
         highest = any(step.stage == "reduce" and step.text != "add" or step.stage == "scan" for step in body.steps)
         wide = extent > tuning.short_row and body.extent % 8 == 0 and narrow(body) and reads < 2 and not highest
@@ -54,9 +54,16 @@ def walks_again(body: Body) -> bool:
     return any(step.level == FULL and step.phase and id(step) not in merged for step in body.steps)
 
 
+def makes_gradient(body: Body) -> bool:
+    """Does it leave both a number of each row's exponentials, a loss, and results for all elements, its gradient?"""
+    late = {step.level for step in body.steps if step.stage == "store" and step.phase}
+    return {KEPT, FULL} <= late and any(pairs(body))
+
+
 def warps_resident(body: Body, tuning: Tuning) -> int:
     """Warps per row with which the rows that the machine works on at a time stay in its cache until they are walked again."""
-    if not tuning.resident or not walks_again(body):
+    limit, warps = (tuning.rewalked, tuning.rewalking) if makes_gradient(body) else (tuning.resident, 64)
+    if not limit or not walks_again(body):
         return 1
     row = sum(step.access.dtype.itemsize for step in body.steps if step.stage == "load" and step.level == FULL and step.access)
-    return max(1, min(32, power_of_two(tuning.cores * 64 * row * body.extent // (tuning.resident << 20))))
+    return max(1, min(32, power_of_two(tuning.cores * warps * row * body.extent // (limit << 20))))

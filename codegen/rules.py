@@ -7,7 +7,7 @@ the same order. Everything else is about one common iteration space and about si
 
 from __future__ import annotations
 
-from codegen import forms, mixing
+from codegen import forms, mixing, one_pass
 from codegen.footprint import Footprint
 from codegen.forms import Form
 from codegen.group import MAX_DIMS, MAX_NODES, MAX_OPERANDS, Group, Joint, Touched
@@ -60,7 +60,8 @@ def can_fuse(left: Group, right: Group) -> Joint | str:
         mixed = mixing.refused([*left.units, *right.units], dict.fromkeys(joint.crossed), dict.fromkeys(joint.kept_units))
         if mixed is not None:
             return mixed
-    return _memory_reason(left, right, joint) or _split_reason(left, right, joint) or joint
+    apart = one_pass.refused(left, right) if joint.reduced is not None else None
+    return apart or _memory_reason(left, right, joint) or _split_reason(left, right, joint) or joint
 
 
 def _distinct(left: Group, right: Group, joint: Joint | str) -> int:

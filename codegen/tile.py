@@ -15,7 +15,7 @@ from codegen.aligned import cover, end_in_vectors, peel, walked
 from codegen.body import Body, Step, reduced_flags
 from codegen.instructions import FULL
 from codegen.product import Product
-from codegen.row_blocks import loads, loop_lane, narrow, row_block, warps_resident
+from codegen.row_blocks import loads, loop_lane, makes_gradient, narrow, row_block, warps_resident
 from codegen.tuning import Tuning, power_of_two, snug_block
 from ir_nodes import settings
 
@@ -224,7 +224,8 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
     warps = _warps(block_x * block_r, tuning.pointwise_lane if body.crowded else lane, 32)
     if looped and not column and not share and warps_resident(body, tuning) > warps:
         warps = warps_resident(body, tuning)
-        block_r = max(block_r, min(warps * 256, power_of_two(extent)))
+        step = warps * 32 * tuning.rewalked_lane
+        block_r = min(step if makes_gradient(body) else max(block_r, step), power_of_two(extent))
     axis_x, axis_r = Axis(kept, body.kept, block_x), Axis(gone, extent, block_r)
     axes = (axis_r, axis_x, None) if column else (axis_x, axis_r, None)
     stages = tuning.stages if looped and not body.crowded else 1

@@ -6,12 +6,14 @@ strides are 1, in which order things happen.
 
 from __future__ import annotations
 
-from codegen.body import Step
+from codegen.body import Body, Step
 from codegen.helpers import used
 from codegen.instructions import FULL, UNIFORM
 from codegen.online import ONLINE, loop_lines
 from codegen.promotion import TRITON_TYPES
 from codegen.random_source import PHILOX
+from codegen.source_args import ArgumentList
+from codegen.tile import Tile
 from codegen.triton_instructions import COMBINE, InstructionWriter, identity
 
 _HEADER = '''"""{title}"""
@@ -40,7 +42,11 @@ def _min(a, b):
 
 
 class SourceWriter(InstructionWriter):
-    """Writes one kernel: its passes over the tile."""
+    """Writes one kernel: its passes over the tile. ``settles``: all threads read what they pick before one of them stores."""
+
+    def __init__(self, body: Body, tile: Tile, arguments: ArgumentList, settles: bool = False) -> None:
+        super().__init__(body, tile, arguments)
+        self._settles = settles
 
     def source(self, name: str, title: str) -> str:
         """The whole file."""
@@ -78,6 +84,8 @@ class SourceWriter(InstructionWriter):
         for number in range(last + 1):
             self._outer(number)
             here = [step for step in reduces if step.phase - 1 == number]
+            if number == last:
+                self._settle()
             self._loop(here, [step for step in stores if placed.get(id(step)) == number])
         self._outer(last + 1)
         for step in stores:
@@ -107,6 +115,7 @@ class SourceWriter(InstructionWriter):
                 self._line(f"{name}_acc = {COMBINE[step.text].format(f'{name}_acc', counted)}")
             elif step.stage != "store" and id(step) not in hoisted:
                 self._emit(step)
+        self._settle()
         for step in stores:
             if not step.across:
                 self._store(step)
@@ -119,11 +128,18 @@ class SourceWriter(InstructionWriter):
 
     def _whole(self) -> None:
         """Every instruction, once."""
-        for step in sorted(self.body.steps, key=lambda step: step.stage == "store"):
+        for step in self.body.steps:
+            if step.stage != "store":
+                self._emit(step)
+        self._settle()
+        for step in self.body.steps:
             if step.stage == "store":
                 self._store(step)
-            else:
-                self._emit(step)
+
+    def _settle(self) -> None:
+        """Where results may replace what some threads have yet to pick."""
+        if self._settles:
+            self._line("tl.debug_barrier()  # what is picked by an index may be overwritten from here on")
 
     def _branch(self, head: str, inside: bool) -> None:
         """Every instruction for a program whose block lies within its row, or for the others."""

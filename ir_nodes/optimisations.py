@@ -18,6 +18,7 @@ OPTIMISATIONS: dict[str, str] = {
     "horizontal": "independent ops over the same elements share a kernel",
     "scans": "running sums, products and extremes are kernels that fuse, instead of ATen's",
     "mix_order": "row and column reductions of one input share a pass over it",
+    "one_pass_loss": "a loss over classes makes its gradient where it reads the logits, while a cache holds the row",
     "split": "long reductions with few results are split over programs",
     "tiling": "two-dimensional tiles where operands disagree on the fast axis",
     "aligned_rows": "rows that start or end off 16-byte boundaries are read in whole vectors",
