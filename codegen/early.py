@@ -3,8 +3,9 @@ plan types.
 
 A training loop that reads its loss at every step would leave the device idle while the host records the next one. A recording
 mostly becomes what followed the one before it the last time, so the native core (csrc/flush.cpp) begins that program at a few
-*cuts*: places in the recording where more of its inputs are known. A step may run early if it writes new memory only, so that it
-can be dropped if the recording becomes another one, and launches work only: no Python, no collective that others would wait for.
+*cuts*: places in the recording where more of its inputs are known. What has begun is dropped if the recording becomes another
+one. So a step may run early if it writes new memory, or a little of an input's, which is saved before, and launches work only: no
+Python, no collective that others would wait for.
 """
 
 from __future__ import annotations
@@ -20,8 +21,13 @@ from ir_nodes.estimate import CUDA, cost
 
 CUTS = 8
 """Places at which a recording is looked at. At each it is copied, which takes some tens of microseconds."""
-WORTH = 8e-6
-"""Seconds that a step should take on the device at least, on average: about what its launch takes the host."""
+WORTH, LEAST = 15e-6, 2e-3
+"""Seconds that steps which begin early should take on the device at least, on average and together: launches one by one, instead
+of in a CUDA graph, take the host some microseconds each."""
+LITTLE = 1 << 16
+"""Bytes of an input that are worth a copy before they are written early, such as running statistics of a batch norm."""
+LATE = 15 / 16
+"""The part of a recording after which it is too late to begin anything."""
 NEVER = 1 << 60
 
 
@@ -54,10 +60,12 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Once ``ops`` ops are recorded, ``steps`` may run. ``guessed``: numbers that they take and that are recorded later."""
+    """Once ``ops`` ops are recorded, ``steps`` may run. ``saves``: inputs that they are the first to write; ``guessed``: numbers
+    that they take and that are recorded later."""
 
     ops: int
     steps: tuple[int, ...]
+    saves: tuple[int, ...] = ()
     guessed: tuple[int, ...] = ()
 
 
@@ -75,9 +83,11 @@ def known(graph: Graph, always: bool) -> Known:
 
 def cuts(steps: Sequence[Step], plan: MemoryPlan, graph: Graph, seen: Known) -> list[Cut]:
     """The cuts at which ``steps`` may begin; none where too little could."""
-    when = [at if at < NEVER else None for at in earliest(steps, plan, graph, seen)]
+    last = max((node.instr + 1 for step in steps for node in step.nodes), default=0) * LATE
+    when = [at if at <= last else None for at in earliest(steps, plan, graph, seen)]
     able = [index for index, at in enumerate(when) if at is not None]
-    if not able or not (seen.always or seconds([steps[index] for index in able], graph) >= WORTH * len(able)):
+    takes = seconds([steps[index] for index in able], graph)
+    if not able or not (seen.always or takes >= max(LEAST, WORTH * len(able))):
         return []
     found: dict[int, list[int]] = {}
     places = chosen(sorted({at for at in when if at is not None}))
@@ -85,8 +95,12 @@ def cuts(steps: Sequence[Step], plan: MemoryPlan, graph: Graph, seen: Known) -> 
         at = when[index]
         assert at is not None
         found.setdefault(max(2, next(place for place in places if place >= at)), []).append(index)
-    # At the first op the core looks whether the device has nothing to do: then somebody has waited for what came before.
-    return [Cut(1, ()), *(Cut(ops, tuple(found[ops]), guessed(steps, found[ops], ops, seen)) for ops in sorted(found))]
+    out, inputs = [Cut(1, ())], set(plan.inputs)  # at the first op the core looks whether somebody has waited for the device
+    for ops in sorted(found):
+        saves = dict.fromkeys(slot for index in found[ops] for slot in slots_of(steps[index], plan, graph)[1] if slot in inputs)
+        out.append(Cut(ops, tuple(found[ops]), tuple(saves), guessed(steps, found[ops], ops, seen)))
+        inputs.difference_update(saves)
+    return out
 
 
 def guessed(steps: Sequence[Step], which: Sequence[int], ops: int, seen: Known) -> tuple[int, ...]:
@@ -114,13 +128,15 @@ def earliest(steps: Sequence[Step], plan: MemoryPlan, graph: Graph, seen: Known)
     out: list[int] = []
     for index, step in enumerate(steps):
         touched, written = slots_of(step, plan, graph)
-        able = not (step.blocked or written & inputs)
+        able = not step.blocked and all(plan.sizes[slot] <= LITTLE for slot in written & inputs)
         written |= {slot for slot, _ in plan.allocs[index]} | set(plan.frees[index])
         touched |= written
         if not able:
             at = NEVER
         else:
-            at = max([needed(step, graph, seen), *(written_at.get(slot, 0) for slot in touched),
+            # An input that is written early is not to be read by others before the op that writes it is recorded.
+            recorded = max((node.instr + 1 for node in step.nodes), default=0) if written & inputs else 0
+            at = max([needed(step, graph, seen), recorded, *(written_at.get(slot, 0) for slot in touched),
                       *(touched_at.get(slot, 0) for slot in written)])
         for slot in touched:
             touched_at[slot] = max(touched_at.get(slot, 0), at)

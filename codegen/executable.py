@@ -50,7 +50,7 @@ class Program(Protocol):
     def free(self, slot: int) -> None: ...
     def mark(self, depth: int, name: str) -> None: ...
     def graph(self, first: int, last: int, uses: tuple[tuple[int, ...], ...], sizes: list[int]) -> None: ...
-    def cut(self, ops: int, steps: list[int]) -> None: ...
+    def cut(self, ops: int, steps_and_saves: tuple[Sequence[int], Sequence[int]]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ def assemble(
                           [plan.sizes[slot] for slot in part.makes])
     early = cuts(steps, plan, graph, seen) if seen is not None else []
     for cut in early:
-        program.cut(cut.ops, [at for index in cut.steps for at in range(*spans[index])])
+        program.cut(cut.ops, ([at for index in cut.steps for at in range(*spans[index])], cut.saves))
     program.guessed = list(dict.fromkeys(number for cut in early for number in cut.guessed))
 
 

@@ -44,10 +44,6 @@ py::list to_list(const std::vector<T>& all, F&& f) {
   return list;
 }
 
-py::object dtype_of(at::ScalarType t) {
-  return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(t)));
-}
-
 py::list instrs(const Trace& t) {
   return to_list(t.instrs, [](const Instr& in) {
     return py::make_tuple(in.op->name, in.args, in.op->args.size(), in.outs, in.n_outs, in.generator, describe_site(in.site),
@@ -57,13 +53,13 @@ py::list instrs(const Trace& t) {
 py::list args(const Trace& t) {
   return to_list(t.args, [](const Arg& a) {
     const bool host = a.kind == ArgKind::HostScalar && !a.wrapped;  // a 0-d CPU tensor promotes by its own dtype
-    return py::make_tuple(static_cast<int>(a.kind), a.first, a.count, host ? dtype_of(a.dtype) : torch::jit::toPyObject(a.value));
+    return py::make_tuple(static_cast<int>(a.kind), a.first, a.count, host ? py::cast(a.dtype) : torch::jit::toPyObject(a.value));
   });
 }
 py::list operands(const Trace& t) {
   return to_list(t.operands, [&](const Operand& o) {
     const py::tuple size = py::cast(t.sizes(o).vec()), stride = py::cast(t.strides(o).vec());
-    return py::make_tuple(o.buffer, dtype_of(o.dtype), size, stride, o.offset, o.conj || o.neg);
+    return py::make_tuple(o.buffer, o.dtype, size, stride, o.offset, o.conj || o.neg);
   });
 }
 py::list scalars(const Trace& t) { return to_list(t.scalars, [](const IValue& v) { return torch::jit::toPyObject(v); }); }
@@ -166,7 +162,6 @@ void read_schema(OpInfo& op) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace lazysched;
-  m.doc() = "lazysched's native core: records ops, runs programs.";
   py::class_<Limits>(m, "Limits").def(py::init<int64_t, int64_t, bool, size_t, bool, int>());
   m.def("configure", [](const Limits& now) { limits = now; });
   m.def("init", &start).def("keep_whole", &keep_whole);
@@ -205,7 +200,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         auto& [reads, makes, frees, numbers, movable] = uses;
         p.graphs.push_back({first, last, reads, makes, frees, numbers, movable, sizes});
       })
-      .def("cut", [](Program& p, size_t ops, std::vector<int32_t> steps) { p.cuts.push_back({ops, std::move(steps), {}}); })
+      .def("cut", [](Program& p, size_t n, std::array<std::vector<int32_t>, 2> of) { p.cuts.push_back({n, of[0], of[1]}); })
       .def("launch", &add_launch)
       .def("python", [](Program& p, decltype(Program::Python::run) run, int32_t instr, std::vector<int32_t> slots) {
         p.steps.push_back({Program::Python{std::move(run), std::move(slots)}, instr});

@@ -176,6 +176,7 @@ class Recorder {
   std::mutex mutex;        // the recording; never held while waiting for the GIL or running anything
   std::mutex flush_mutex;  // one barrier at a time; taken without the GIL
   const DeviceIndex index;
+  std::atomic<bool> waited{false};  // has somebody waited for the physical device since a recording ended?
 
  private:
   const char* append(const OpInfo& op, const IValue* args, c10::ArrayRef<at::Tensor> outs, hash_t call);
@@ -192,8 +193,7 @@ class Recorder {
   std::unique_ptr<Trace> trace_, spare_;
   uint64_t next_id_ = 1, uses_ = 0;
   // The program that the recording is expected to become, what of it has begun, and how many ops are recorded when more of it may.
-  struct Head { ProgramPtr program, before; std::shared_ptr<Runner> runner; size_t cut = 0; } head_;
-  size_t cut_ops_ = 0;
+  struct Head { ProgramPtr program, before; std::shared_ptr<Runner> runner; size_t cut = 0; } head_; size_t cut_ops_ = 0;
   std::unordered_map<hash_t, Entry, torch::lazy::HashReducer> cache_;
 };
 
@@ -207,7 +207,7 @@ void check_index(DeviceIndex i);  // raises where there is no such device
 DeviceIndex current_device(); void set_current_device(DeviceIndex i);
 c10::DeviceType physical_type(); c10::Device physical_device(DeviceIndex i);
 void synchronize(DeviceIndex i);  // waits for the physical device
-void* current_stream(DeviceIndex i); bool is_idle(DeviceIndex i);  // the physical one, null on a CPU; has it nothing to do?
+void* current_stream(DeviceIndex i);  // the physical one; null on a CPU
 void start_device(bool cuda, int count);
 void beside(DeviceIndex i, bool apart, const std::function<c10::Storage()>& fill);
 void resize_bytes(const c10::Storage& s, size_t n);

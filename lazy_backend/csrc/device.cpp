@@ -202,7 +202,6 @@ void* current_stream(DeviceIndex i) {
   [[maybe_unused]] static thread_local const bool asked = cuda().queryStream(current);
   return current.native_handle();
 }
-bool is_idle(DeviceIndex i) { return !cuda_ || cuda().queryStream(cuda().getStream(physical_device(i))); }
 void synchronize(DeviceIndex i) { if (cuda_) cuda().synchronizeDevice(i); }
 
 // A copy from pageable memory waits until its stream has done all that was asked of it. On a stream of its own it waits for

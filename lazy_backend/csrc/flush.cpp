@@ -6,7 +6,6 @@
 #include <chrono>
 
 namespace lazysched {
-using Clock = std::chrono::steady_clock;
 
 // torch_xla's counter names, in torch._lazy.metrics.
 void count(const std::string& name) { torch::lazy::Counter(name).AddValue(1); }
@@ -46,6 +45,7 @@ void Recorder::barrier(const char* kind, const std::string& reason, const Needed
   GilRelease nogil;
   std::lock_guard<std::mutex> lock(flush_mutex);
   flush_locked(kind, reason, site, needed);
+  waited = waited || std::string_view(kind) == "wait";
 }
 
 // The recording, with what is alive now; null where nothing is recorded.
@@ -85,7 +85,7 @@ void Recorder::start_early() {
     cut_ops_ = 0;
     const bool apart = runner && runner->stream != current_stream(index);  // autograd's threads may have another
     if (apart || trace_->instrs.size() < cut.ops || !(trace_->instrs[cut.ops - 1].so_far == cut.hash)) return;
-    if (!runner && (program->idle = is_idle(index) ? program->idle + 1 : std::min(program->idle, 0)) < limits.idle) return;
+    if (!runner && (program->idle = waited ? program->idle + 1 : std::min(program->idle, 0)) < limits.idle) return;
     recorded = std::make_shared<Trace>(*trace_);
     if (number < program->cuts.size()) cut_ops_ = program->cuts[number].ops;
   }
@@ -106,6 +106,7 @@ std::shared_ptr<Runner> Recorder::begun(const ProgramPtr& program, const Trace& 
   if (found) program->cuts.clear();
   for (size_t i = 0; i < runner->states.size(); i++)
     if (const auto& s = runner->states[i]; s.defined()) runner->part->buffers[i]->generator.set_state(s.get_state());
+  for (auto& [storage, bytes] : runner->saved) bytes_of(storage).copy_(bytes);
   head_.program->idle = -8 * ++head_.program->missed;
   stats[kInVain]++;
   return nullptr;
@@ -113,7 +114,7 @@ std::shared_ptr<Runner> Recorder::begun(const ProgramPtr& program, const Trace& 
 
 // What follows `program` is likely to be what followed it the last time.
 void Recorder::expect(const ProgramPtr& program) {
-  begun(nullptr, *trace_);
+  begun(nullptr, *trace_), waited = false;
   if (head_.before) head_.before->next = program;
   head_ = {program ? program->next.lock() : nullptr, program};
   std::lock_guard<std::mutex> lock(mutex);
@@ -157,7 +158,7 @@ void Recorder::flush_locked(const char* kind, const std::string& reason, Site si
   };
   if (!trace) return log(0, 0, false, -1);
   stats[kFlushes]++;
-  const auto start = Clock::now();
+  const auto start = std::chrono::steady_clock::now();
   const size_t ops = trace->instrs.size();
   bool hit = false; int32_t failed = -1; int64_t order = -1;
   std::exception_ptr error; std::string message;
@@ -183,7 +184,7 @@ void Recorder::flush_locked(const char* kind, const std::string& reason, Site si
   }
   expect(program);
   settle(std::move(trace), error ? &message : nullptr, program ? program->rest : std::vector<int32_t>());
-  log(ops, std::chrono::duration<double, std::milli>(Clock::now() - start).count(), hit, order);
+  log(ops, std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count(), hit, order);
   if (error) std::rethrow_exception(error);
 }
 

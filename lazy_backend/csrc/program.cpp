@@ -32,6 +32,7 @@ void Runner::run_early(std::shared_ptr<Trace> recorded, const Program::Cut& cut)
   for (size_t i = states.size(); i < trace->buffers.size(); i++)
     states.push_back(trace->kinds[i] == BufferKind::Generator ? trace->buffers[i]->generator.clone() : at::Generator());
   bind(false);
+  for (int32_t slot : cut.saves) saved.emplace_back(slots[slot], bytes_of(slots[slot]).clone());
   done.resize(program.steps.size());
   for (int32_t i : cut.steps) step = static_cast<size_t>(i), run_step(), done[i] = true;
   ranges.clear();  // they would end in another thread

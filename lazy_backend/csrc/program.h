@@ -48,15 +48,15 @@ struct Program {
   };
 
   // Steps that may run once `ops` ops are recorded as they were when this was compiled, `hash` in all: the memory that they read is
-  // known then, and what they write is new.
-  struct Cut { size_t ops; std::vector<int32_t> steps; hash_t hash; };
+  // known then, and what they write is new, or lies in the slots `saves`.
+  struct Cut { size_t ops; std::vector<int32_t> steps, saves; hash_t hash; };
 
   std::vector<Step> steps;
   std::vector<Cut> cuts;
   std::vector<int32_t> guessed;  // numbers that steps of cuts take before they are recorded: those of the last run
   std::vector<IValue> numbers;   // of the last run
   std::weak_ptr<Program> next;  // what ran after it the last time
-  int idle = 0, missed = 0;     // how often the device waited for it of late; how often it was begun in vain
+  int idle = 0, missed = 0;     // how often somebody waited before it of late; how often it was begun in vain
   std::vector<int64_t> dims;  // sizes and strides of the compiler's layouts
   int32_t slots = 0;
   std::vector<std::pair<int32_t, int32_t>> inputs;  // (buffer, slot)

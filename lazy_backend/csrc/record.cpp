@@ -440,6 +440,7 @@ at::Tensor Recorder::lend(const at::Tensor& t, int how) {
 at::Tensor Recorder::materialise(const at::Tensor& t, const char* kind, const std::string& reason) {
   auto* b = buffer_of(t);
   if (is_pending(b)) barrier(kind, reason, {b});
+  waited = waited || std::string_view(kind) == "value_access";
   std::unique_lock<std::mutex> lock(mutex);
   b->check();
   if (b->physical) return alias_storage(b->physical, t);

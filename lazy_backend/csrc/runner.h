@@ -36,6 +36,7 @@ struct Runner {
   // Of a run that began before its recording had ended: the recording so far, its generators' states before, the steps that ran.
   std::shared_ptr<Trace> part = {};
   std::vector<at::Generator> states = {};
+  std::vector<std::pair<c10::Storage, at::Tensor>> saved = {};  // inputs that it has written, and what they held
   std::vector<bool> done = {};
   size_t bound = 0;  // how many inputs are in their slots
 
