@@ -47,8 +47,10 @@ def convolutions(width: int) -> nn.Module:
                          nn.BatchNorm2d(width), nn.Flatten(), nn.Linear(width * 16, 6))  # fmt: skip
 
 
-def trained(device: str, model: nn.Module, shape: tuple[int, ...], change: Callable[[int, nn.Module, Tensor, Tensor, Losses], Tensor],
-            steps: int = 14) -> Losses:  # fmt: skip
+Change = Callable[[int, nn.Module, Tensor, Tensor, Losses], Tensor]
+
+
+def trained(device: str, model: nn.Module, shape: tuple[int, ...], change: Change, steps: int = 14) -> Losses:
     """What a training loop reads, that reads its loss at every step; ``change`` may make of the loss what it likes."""
     model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -171,7 +173,7 @@ def test_a_wrong_guess_is_not_used_and_not_made_again(monkeypatch: pytest.Monkey
     def guessing(*given: Any) -> list[early_module.Cut]:
         found = early_module.cuts(*given)
         made.extend(found)
-        return [early_module.Cut(cut.ops, cut.steps, cut.saves, (0,) if cut.steps else ()) for cut in found]
+        return [early_module.Cut(cut.ops, cut.steps, cut.saves, (0, 1) if cut.steps else ()) for cut in found]
 
     monkeypatch.setattr(executable, "cuts", guessing)
 
