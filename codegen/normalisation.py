@@ -19,8 +19,17 @@ from ir_nodes.node import Node, Operand
 
 def exp(lowering: Lowering, value: Instr, rough: bool = False) -> Instr:
     """Exponential, as accurate as the op's result can show; ``rough``: its last bits are lost beside a 1."""
-    rounded = rough or lowering.part.node.writes[0].layout.dtype in HALF
+    rounded = rough or _shown_in_16_bits(lowering.part.node)
     return lowering.expr(f"{function('grow' if rough else 'exp', value.dtype, rounded)}({{0}})", value, dtype=value.dtype)
+
+
+def _shown_in_16_bits(node: Node) -> bool:
+    """Has the result 16 bits, or has everything that is made of it, which are copies?"""
+    write = node.writes[0]
+    users = write.value.users
+    copied = bool(users) and not write.value.buffer.live and all(
+        user.name in COPIES and user.writes[0].layout.dtype in HALF for user in users)
+    return write.layout.dtype in HALF or copied
 
 
 def _narrow(source: Operand) -> bool:

@@ -48,11 +48,22 @@ def _pair(term: Step) -> tuple[Step, Step, str] | None:
     return value, highest, term.text.removesuffix("({0})")
 
 
-def loop_lines(highest: str, value: str, sums: dict[str, str], axis: int) -> list[str]:
+def loop_lines(highest: str, value: str, sums: dict[str, str], axis: int, lane: int = 0) -> list[str]:
     """One block's share: updates the row's maximum ``{highest}_acc`` and the lanes' ``sums`` (name: exponential) by ``value``.
 
-    ``value`` is -inf where masked. One maximum a block, not one a lane, spares every element its second exponential.
+    ``value`` is -inf where masked. One maximum a block, not one a lane, spares every element its second exponential. With
+    ``lane`` there is one for so many neighbours, all of a thread: its threads need not wait for one another in each block.
     """
+    if lane:
+        return [
+            f"{highest}_in = tl.reshape({value}, [B0, B1 // {lane}, {lane}])",
+            f"{highest}_new = tl.maximum({highest}_acc, tl.reduce({highest}_in, 2, _max), propagate_nan=tl.PropagateNan.ALL)",
+            f'{highest}_base = tl.where({highest}_new == float("-inf"), 0.0, {highest}_new)',
+            *(line for name, exp in sums.items() for line in (
+                f"{name}_in = tl.reduce({exp}({highest}_in - {highest}_base[:, :, None]), 2, _add)",
+                f"{name}_acc = {name}_acc * {exp}({highest}_acc - {highest}_base) + {name}_in")),
+            f"{highest}_acc = {highest}_new",
+        ]
     return [
         f"{highest}_in = {value}",
         f"{highest}_new = tl.reduce({highest}_in, {axis}, _max, keep_dims=True)",
@@ -61,4 +72,14 @@ def loop_lines(highest: str, value: str, sums: dict[str, str], axis: int) -> lis
         *(f"{name}_acc = {name}_acc * {exp}({highest}_acc - {highest}_base) + {exp}({highest}_in - {highest}_base)"
           for name, exp in sums.items()),
         f"{highest}_acc = {highest}_new",
+    ]
+
+
+def end_lines(highest: str, sums: dict[str, str]) -> list[str]:
+    """The row's maximum, and its sums, from those of neighbours."""
+    return [
+        f"{highest} = tl.reduce({highest}_acc, 1, _max, keep_dims=True)",
+        f'{highest}_base = tl.where({highest} == float("-inf"), 0.0, {highest})',
+        *(f"{name} = tl.reduce({name}_acc * {exp}({highest}_acc - {highest}_base), 1, _add, keep_dims=True)"
+          for name, exp in sums.items()),
     ]

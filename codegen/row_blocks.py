@@ -60,6 +60,14 @@ def makes_gradient(body: Body) -> bool:
     return {KEPT, FULL} <= late and any(pairs(body))
 
 
+def neighbours(body: Body, tuning: Tuning) -> int:
+    """How many elements, which one thread loads at a time, share a maximum beside a sum of exponentials; 0: all of a block."""
+    if not (tuning.near > 1 or tuning.near and makes_gradient(body)):
+        return 0
+    widths = [step.access.dtype.itemsize for step in body.steps if step.stage == "load" and step.level == FULL and step.access]
+    return 16 // max(min(widths, default=4), 2)
+
+
 def warps_resident(body: Body, tuning: Tuning) -> int:
     """Warps per row with which the rows that the machine works on at a time stay in its cache until they are walked again."""
     limit, warps = (tuning.rewalked, tuning.rewalking) if makes_gradient(body) else (tuning.resident, 64)

@@ -15,7 +15,7 @@ from codegen.aligned import cover, end_in_vectors, peel, walked
 from codegen.body import Body, Step, reduced_flags
 from codegen.instructions import FULL
 from codegen.product import Product
-from codegen.row_blocks import loads, loop_lane, makes_gradient, narrow, row_block, warps_resident
+from codegen.row_blocks import loads, loop_lane, makes_gradient, narrow, neighbours, row_block, warps_resident
 from codegen.tuning import Tuning, power_of_two, snug_block
 from ir_nodes import settings
 
@@ -61,6 +61,7 @@ class Tile:
     ragged: int = 0  # above 1: rows start on 16-byte boundaries and end off them; so many elements lie between two
     row: int = 0
     packs: bool = True  # does the machine round two floats to bfloat16 at a time?
+    near: int = 0  # neighbours that share a maximum in a loop that sums exponentials, or 0: all of a block do
     mixed: bool = False  # programs walk ``share`` rows each, and sum columns beside
 
     def follows(self, step: Step) -> bool:
@@ -69,7 +70,7 @@ class Tile:
 
     def shape(self) -> tuple[object, ...]:
         """What two tiles of one body may differ in."""
-        return (self.axes, self.looped, self.num_warps, self.stages, self.depth, self.peel, self.ragged)
+        return (self.axes, self.looped, self.num_warps, self.stages, self.depth, self.peel, self.ragged, self.near)
 
 
 def addressed(body: Body) -> list[Step]:
@@ -229,7 +230,8 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
     axis_x, axis_r = Axis(kept, body.kept, block_x), Axis(gone, extent, block_r)
     axes = (axis_r, axis_x, None) if column else (axis_x, axis_r, None)
     stages = tuning.stages if looped and not body.crowded else 1
-    tile = Tile(dims, strides, axes, 0 if column else 1, looped, share, warps, stages, shares=shares)
+    near = neighbours(body, tuning) if looped and not column and not share and block_x == 1 else 0
+    tile = Tile(dims, strides, axes, 0 if column else 1, looped, share, warps, stages, shares=shares, near=min(near, block_r))
     alone = not looped and block_x == 1 and extent > tuning.covered
     if share and column or alone and not column and not power_of_two(extent + 7) > block_r:
         return cover(tile, body, tuning.covered)

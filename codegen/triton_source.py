@@ -9,7 +9,7 @@ from __future__ import annotations
 from codegen.body import Body, Step
 from codegen.helpers import used
 from codegen.instructions import FULL, UNIFORM
-from codegen.online import ONLINE, loop_lines
+from codegen.online import ONLINE, end_lines, loop_lines
 from codegen.promotion import TRITON_TYPES
 from codegen.random_source import PHILOX
 from codegen.source_args import ArgumentList
@@ -187,14 +187,24 @@ class SourceWriter(InstructionWriter):
             steps = self._rows() if self.tile.covered else f"{start}, {end}, B{reduced}"
             self._walk(f"{steps}{stages}", [*reduces, *stores], end)
         for step in reduces:
-            self._finish(step, reduced)
+            self._finish(step, reduced, self._sums(reduces))
+
+    def _sums(self, reduces: list[Step]) -> dict[Step, dict[str, str]]:
+        """For each maximum the sums that are relative to it: name and exponential."""
+        sums: dict[Step, dict[str, str]] = {}
+        for step in reduces:
+            if step.text == ONLINE:
+                sums.setdefault(step.args[1], {})[self._name(step)] = str(step.payload)
+        return sums
 
     def _begin(self, reduces: list[Step]) -> None:
-        """Accumulators: one a lane; of a maximum that sums are relative to, one a result."""
+        """Accumulators: one a lane; of a maximum that sums are relative to, one a result, or they both one for neighbours."""
         shared = {id(step.args[1]) for step in reduces if step.text == ONLINE}
         for step in reduces:
             how = "add" if step.text == ONLINE else step.text
             shape = "[B0, B1]" if id(step) not in shared else "[B0, 1]" if self.tile.reduced_axis == 1 else "[1, B1]"
+            if self.tile.near and (step.text == ONLINE or id(step) in shared):
+                shape = f"[B0, B1 // {self.tile.near}]"
             self._line(f"{self._name(step)}_acc = tl.full({shape}, {identity(how, step.dtype)}, {TRITON_TYPES[step.dtype]})")
 
     def _carry(self, sinks: list[Step]) -> None:
@@ -230,14 +240,11 @@ class SourceWriter(InstructionWriter):
         for step in self.body.steps:
             if id(step) in wanted and step.level == FULL and step.stage not in ("store", "reduce"):
                 self._emit(step)
-        sums: dict[Step, dict[str, str]] = {}
-        for step in reduces:
-            if step.text == ONLINE:
-                sums.setdefault(step.args[1], {})[self._name(step)] = str(step.payload)
+        sums, axis = self._sums(reduces), self.tile.reduced_axis
         for step in reduces:
             if step in sums:
-                assert self.tile.reduced_axis is not None
-                for line in loop_lines(self._name(step), self._masked(step), sums[step], self.tile.reduced_axis):
+                assert axis is not None
+                for line in loop_lines(self._name(step), self._masked(step), sums[step], axis, self.tile.near):
                     self._line(line)
             elif step.text != ONLINE:
                 name = self._name(step)
@@ -245,13 +252,18 @@ class SourceWriter(InstructionWriter):
         for step in stores:
             self._store(step)
 
-    def _finish(self, step: Step, axis: int) -> None:
-        """The result from the lanes' accumulators."""
+    def _finish(self, step: Step, axis: int, sums: dict[Step, dict[str, str]]) -> None:
+        """The result from the lanes' accumulators; ``sums`` are the pass's, by their maximum."""
         name = self._name(step)
         self._emitted.add(id(step))
         how = "add" if step.text == ONLINE else step.text
-        shared = any(other.text == ONLINE and other.args[1] is step for other in self.body.steps if other.stage == "reduce")
-        self._line(f"{name} = {name}_acc" if shared else f"{name} = tl.reduce({name}_acc, {axis}, _{how}, keep_dims=True)")
+        if self.tile.near and step in sums:
+            for line in end_lines(name, sums[step]):
+                self._line(line)
+        elif step in sums:
+            self._line(f"{name} = {name}_acc")
+        elif not (self.tile.near and step.text == ONLINE):
+            self._line(f"{name} = tl.reduce({name}_acc, {axis}, _{how}, keep_dims=True)")
 
     def _slice(self, sinks: list[Step]) -> set[int]:
         """Steps over the full space that the sinks need within this pass."""

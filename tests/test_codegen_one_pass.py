@@ -7,9 +7,10 @@ from typing import Any, Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import assert_same, check, compile_all, execute, kernels, record, typed
+from graphs import CACHE, assert_same, check, compile_all, execute, kernels, record, typed
 from recording import Recorder
 
+from codegen import triton_compile
 from codegen.fuse import plan
 from codegen.kernel import KernelStep, Plan
 from codegen.memory_plan import MemoryPlan, plan_memory
@@ -206,3 +207,36 @@ def test_rows_that_are_worked_on_stay_in_the_cache(columns: int, warps: int) -> 
     assert step.kernel.num_warps == warps
     assert ("tl.range" in step.kernel.source) == (columns > HOPPER.once)
     assert columns <= HOPPER.once or 132 * 32 // warps * columns * 2 < 36e6
+
+
+def test_a_threads_neighbours_have_a_maximum_of_their_own() -> None:
+    """So threads exchange numbers once a row, not once a block."""
+
+    def shuffles(changes: str) -> int:
+        recording, _ = record(training(torch.zeros(64, dtype=torch.int64)), torch.zeros(64, 50264, dtype=torch.bfloat16))
+        made = plan(recording.graph, tuning=HOPPER.changed(changes))
+        (step,) = [step for step in kernels(made) if "nll_loss_backward" in step.kernel.name]
+        return str(triton_compile.compile_for_hopper(step.kernel, CACHE).handle.asm["ptx"]).count("shfl.sync")
+
+    assert shuffles("near=1") < shuffles("near=0")
+    assert "[B0, B1 // 8, 8]" in of_size(64, 50257, torch.bfloat16).kernel.source
+    assert "[B0, B1 // 4, 4]" in of_size(64, 50257, torch.float32).kernel.source
+
+
+@pytest.mark.parametrize("near", [0, 2])
+def test_rows_with_infinities(near: int) -> None:
+    target = targets(9, 71)
+    x = data(9, 71)
+    x[0, :70] = x[1] = x[3, 5:9] = -torch.inf
+    x[4, 7] = torch.inf
+    x[5, 8] = torch.nan
+
+    def program(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        aten = torch.ops.aten
+        share = torch.log_softmax(x, 1)
+        _, weight = aten.nll_loss_forward(share, target, None, 1, -100)
+        lost = aten.nll_loss_backward(torch.ones(()), share, target, None, 1, -100, weight)
+        grad = aten._log_softmax_backward_data(lost, share, 1, torch.float32)
+        return grad, x.logsumexp(1), x.softmax(1)
+
+    check(program, x, tuning=LOOP.changed(f"near={near}"), rtol=1e-4, atol=1e-5)

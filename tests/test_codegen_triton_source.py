@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable
 
 import torch
+import torch.nn.functional as F
 from graphs import kernels, record
 
 from codegen.fuse import plan
@@ -72,6 +73,80 @@ COLUMN_SUM = '''def reduce_sum(n1, n0, p0, p1, B0: tl.constexpr, B1: tl.constexp
 '''
 
 
+LOSS = '''    pid = tl.program_id(0)
+    i0 = pid * B0 + tl.arange(0, B0)[:, None]
+    base = i0 * s0 // 8 * 8
+    last = (n1 - 1) // B1 * B1
+    t0 = tl.load(p0 + i0)
+    t1 = tl.full([], -100, tl.int64)
+    tl.device_assert(((t0 >= 0) & (t0 < s0)) | (t0 == t1), "aten::nll_loss_forward: an index is out of range")
+    t3 = tl.load(p1 + i0 * s0 + t0 * s1, mask=(t0 >= 0) & (t0 < s0), other=0).to(tl.float32)
+    t4 = t3
+    t5 = tl.full([], 1.0, tl.float32)
+    t6 = tl.where((t0 >= 0) & (t0 <= 2147483647), t0, -1).to(tl.int32)
+    t7 = tl.load(p2)
+    t8 = tl.math.div_rn(t5, t7)
+    t10 = tl.where((t6 >= 0) & (t6 < a0) & (t6 != t1), -t8, 0.0)
+    t11_acc = tl.full([B0, B1 // 8], float("-inf"), tl.float32)
+    t12_acc = tl.full([B0, B1 // 8], 0.0, tl.float32)
+    for r in tl.range(0, last, B1, num_stages=3):
+        i1 = r + tl.arange(0, B1)[None, :]
+        t13 = tl.load(p1 + base + i1).to(tl.float32)
+        t14 = t13
+        t11_in = tl.reshape(t14, [B0, B1 // 8, 8])
+        t11_new = tl.maximum(t11_acc, tl.reduce(t11_in, 2, _max), propagate_nan=tl.PropagateNan.ALL)
+        t11_base = tl.where(t11_new == float("-inf"), 0.0, t11_new)
+        t12_in = tl.reduce(libdevice.fast_expf(t11_in - t11_base[:, :, None]), 2, _add)
+        t12_acc = t12_acc * libdevice.fast_expf(t11_acc - t11_base) + t12_in
+        t11_acc = t11_new
+    i1 = last + tl.arange(0, B1)[None, :]
+    m1 = i1 < n1
+    v1 = i1 < (n1 + 7) // 8 * 8
+    w1 = i1 < n1 // 8 * 8
+    t13 = tl.load(p1 + base + i1, mask=v1).to(tl.float32)
+    t14 = t13
+    t11_in = tl.reshape(tl.where(m1, t14, float("-inf")), [B0, B1 // 8, 8])
+    t11_new = tl.maximum(t11_acc, tl.reduce(t11_in, 2, _max), propagate_nan=tl.PropagateNan.ALL)
+    t11_base = tl.where(t11_new == float("-inf"), 0.0, t11_new)
+    t12_in = tl.reduce(libdevice.fast_expf(t11_in - t11_base[:, :, None]), 2, _add)
+    t12_acc = t12_acc * libdevice.fast_expf(t11_acc - t11_base) + t12_in
+    t11_acc = t11_new
+    t11 = tl.reduce(t11_acc, 1, _max, keep_dims=True)
+    t11_base = tl.where(t11 == float("-inf"), 0.0, t11)
+    t12 = tl.reduce(t12_acc * libdevice.fast_expf(t11_acc - t11_base), 1, _add, keep_dims=True)
+    t15 = libdevice.log(t12)
+    t16 = t4 - t11 - t15
+    t17 = tl.where(t0 != t1, -t16 * t5, 0.0)
+    tl.debug_barrier()  # what is picked by an index may be overwritten from here on
+    for r in tl.range(0, last, B1, num_stages=3):
+        i1 = r + tl.arange(0, B1)[None, :]
+        t13 = tl.load(p1 + base + i1).to(tl.float32)
+        t14 = t13
+        t18 = i1
+        t19 = tl.where((t18 == t6) & (t6 != t1), -t8, 0.0)
+        t20 = t14 - t11 - t15
+        t21 = tl.exp(t20)
+        t22 = t19 - t21 * t10
+        t23 = t22.to(tl.bfloat16).to(tl.float32)
+        tl.store(p3 + base + i1, t23)
+    i1 = last + tl.arange(0, B1)[None, :]
+    m1 = i1 < n1
+    v1 = i1 < (n1 + 7) // 8 * 8
+    w1 = i1 < n1 // 8 * 8
+    t13 = tl.load(p1 + base + i1, mask=v1).to(tl.float32)
+    t14 = t13
+    t18 = i1
+    t19 = tl.where((t18 == t6) & (t6 != t1), -t8, 0.0)
+    t20 = t14 - t11 - t15
+    t21 = tl.exp(t20)
+    t22 = t19 - t21 * t10
+    t23 = t22.to(tl.bfloat16).to(tl.float32)
+    tl.store(p3 + base + i1, t23, mask=w1)
+    tl.store(p3 + base + i1, t23, mask=m1 & (w1 == 0))
+    tl.store(p4 + i0, t17)
+'''
+
+
 def test_golden_pointwise() -> None:
     x, b = torch.randn(6, 40).bfloat16(), torch.randn(40).bfloat16()
     assert code(only(lambda x, b: torch.relu(x + b), x, b)) == POINTWISE
@@ -83,6 +158,19 @@ def test_golden_softmax() -> None:
 
 def test_golden_looped_column_sum() -> None:
     assert code(only(lambda x: x.sum(0), torch.randn(100, 40), tuning=Tuning(column_tile=256))) == COLUMN_SUM
+
+
+def test_golden_loss_with_its_gradient() -> None:
+    target = torch.zeros(64, dtype=torch.int64)
+
+    def program(x: torch.Tensor) -> list[torch.Tensor]:
+        x = x.detach().requires_grad_()
+        loss = F.cross_entropy(x.float(), target)
+        return [loss.detach(), *torch.autograd.grad(loss, x)]
+
+    recording, _ = record(program, torch.zeros(64, 50264, dtype=torch.bfloat16))
+    (step,) = [step for step in kernels(plan(recording.graph)) if "nll_loss_backward" in step.kernel.name]
+    assert code(step).split(":\n", 1)[1] == LOSS
 
 
 def test_a_dense_chain_is_flat_whatever_its_shape() -> None:
