@@ -24,6 +24,8 @@ CUTS = 8
 WORTH, LEAST = 15e-6, 2e-3
 """Seconds that steps which begin early should take on the device at least, on average and together: launches one by one, instead
 of in a CUDA graph, take the host some microseconds each."""
+SHARE = 0.6
+"""The part of a program's time that has to be among them: the rest is launched one by one, too, after the recording."""
 LITTLE = 1 << 16
 """Bytes of an input that are worth a copy before they are written early, such as running statistics of a batch norm."""
 LATE = 15 / 16
@@ -86,8 +88,8 @@ def cuts(steps: Sequence[Step], plan: MemoryPlan, graph: Graph, seen: Known) -> 
     last = max((node.instr + 1 for step in steps for node in step.nodes), default=0) * LATE
     when = [at if at <= last else None for at in earliest(steps, plan, graph, seen)]
     able = [index for index, at in enumerate(when) if at is not None]
-    takes = seconds([steps[index] for index in able], graph)
-    if not able or not (seen.always or takes >= max(LEAST, WORTH * len(able))):
+    takes, whole = seconds([steps[index] for index in able], graph), seconds(steps, graph)
+    if not able or not (seen.always or takes >= max(LEAST, WORTH * len(able), SHARE * whole)):
         return []
     found: dict[int, list[int]] = {}
     places = chosen(sorted({at for at in when if at is not None}))

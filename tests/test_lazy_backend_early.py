@@ -124,10 +124,12 @@ def check(build: Callable[[], nn.Module], shape: tuple[int, ...], change: Any) -
     theirs = build()
     ours = build()
     ours.load_state_dict(theirs.state_dict())
-    expected = trained("cpu", theirs, shape, change)
+    expected = trained(core.physical_device(0).type, theirs, shape, change)
     found: Losses = []
     assert gained("early_starts", lambda: found.extend(trained("lazysched", ours, shape, change))) > 4
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+    # On a GPU kernels add in another order, which fourteen steps of training make larger.
+    near = {"rtol": 1e-5, "atol": 1e-6} if not core.physical_is_cuda() else {"rtol": 1e-2, "atol": 1e-3}
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), **near)
 
 
 def test_what_becomes_another_recording_is_counted() -> None:
@@ -148,6 +150,7 @@ def test_never_makes_no_cuts() -> None:
         assert gained("early_starts", lambda: trained("lazysched", perceptron(20), (16,), steady)) == 0
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="an index out of range ends CUDA's context, in eager mode too")
 def test_an_error_comes_where_the_recording_runs() -> None:
     """What fails early fails again at the barrier, with the line that recorded it; what follows works."""
     table = nn.Embedding(7, 5).to("lazysched")
