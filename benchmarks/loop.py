@@ -99,12 +99,14 @@ class Loop:
         elif self.physical == "cuda":
             torch.cuda.synchronize()
 
-    def seconds(self, steps: int) -> float:
-        """How long ``steps`` steps take, to their end on the device."""
+    def seconds(self, steps: int, read: bool = False) -> float:
+        """How long ``steps`` steps take, to their end on the device; ``read``: each loss is read before the next begins."""
         self.wait()
         start = time.perf_counter()
         for _ in range(steps):
-            self.step()
+            loss = self.step()
+            if read:
+                loss.item()
         self.wait()
         return time.perf_counter() - start
 

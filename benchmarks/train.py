@@ -2,10 +2,11 @@
 
     python -m benchmarks.train --models gpt2 bert --contestants eager compile+fused lazysched --steps 10
 
-Milliseconds a step, cold and warm first step, peak memory, kernels and GPU time by kind, host time; with ``--curves 200`` the
-losses of as many new batches, which have to be eager's; with ``--floors`` what a step would take at best, and where the rest
-goes. ``--preset launch``: the MLP of 20 layers against CUDA graphs. Each contestant runs in processes of its own with caches of
-its own: the first compiles all, the second (``--rounds 2``) finds what the first compiled. Without a GPU tiny models run.
+Milliseconds a step, also where the loss is read at every step, cold and warm first step, peak memory, kernels and GPU time by
+kind, host time; with ``--curves 200`` the losses of as many new batches, which have to be eager's; with ``--floors`` what a step
+would take at best, and where the rest goes. ``--preset launch``: the MLP of 20 layers against CUDA graphs. Each contestant runs in
+processes of its own with caches of its own: the first compiles all, the second (``--rounds 2``) finds what the first compiled.
+Without a GPU tiny models run.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from benchmarks.models import TASKS, sized
 from benchmarks.plot import draw
 from benchmarks.profiling import Kernel, by_kind, gpu_kernels, listing, peak_on_gpu
 
+READ = 8  # steps of a block whose losses are read
 CONTESTANTS = ("eager", "eager+fused", "compile", "compile+fused", "compile+opt", "reduce-overhead+fused", "reduce-overhead+opt",
                "max-autotune+fused", "max-autotune+opt", "lazysched")
 PRESETS: dict[str, dict[str, Any]] = {
@@ -56,8 +58,12 @@ def child(contestant: str, options: argparse.Namespace) -> None:
         torch.cuda.reset_peak_memory_stats()
     times = [loop.seconds(options.steps) / options.steps for _ in range(options.blocks)]
     peak = peak_on_gpu() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    loop.seconds(options.warm_up, read=True)
+    reading = [loop.seconds(READ, read=True) / READ for _ in range(options.blocks)]
+    loop.seconds(options.warm_up)
     hand_in({
         "step_ms": [time * 1e3 for time in times],
+        "reading_ms": [time * 1e3 for time in reading],
         "first_steps_s": first,
         "host_ms": [time * 1e3 for time in loop.host_seconds()],
         "peak_bytes": peak,
@@ -103,6 +109,7 @@ def run(name: str, contestant: str, options: argparse.Namespace, budget: Budget)
                 print(f"{name}: {error}", file=sys.stderr, flush=True)
     times = [time for one in runs for time in one["step_ms"]]
     return {**runs[-1], "curve": runs[0]["curve"],
+            "reading_ms": statistics.median(time for one in runs for time in one["reading_ms"]),
             "step_ms": statistics.median(times), "spread": spread(times), "blocks_ms": times,
             "host_ms": statistics.median(time for one in runs for time in one["host_ms"]),
             "peak_bytes": max(one["peak_bytes"] for one in runs), "reserved_bytes": max(one["reserved_bytes"] for one in runs),
@@ -161,12 +168,12 @@ def show(name: str, results: dict[str, Result], floor: Result | None, options: a
         launched = sum(count for _, count, _ in r["kernels"]) or r["counts"].get("nodes_run", "")
         rows.append([contestant, f"{r['step_ms']:.2f}", f"{r['spread']:.1%}", f"{items / r['step_ms'] * 1e3:,.0f}",
                      f"{base['step_ms'] / r['step_ms']:.2f}", f"{best / r['step_ms']:.2f}" if best else "",
-                     f"{r['step_ms'] / floor['ms']['all']:.2f}" if floor else "",
+                     f"{r['step_ms'] / floor['ms']['all']:.2f}" if floor else "", f"{r['reading_ms']:.2f}",
                      f"{r['host_ms']:.2f}", f"{busy:.2f}", launched, f"{r['peak_bytes'] / 2**30:.2f}", f"{r['cold_s']:.1f}",
                      "" if r["warm_s"] is None else f"{r['warm_s']:.1f}", f"{r['curve'][-1]:.4f}", f"{most:.2%}", f"{mean:.3%}"])
     print(f"\n{name}: {task.precision}, {sized(name, options.tiny, batch=options.batch)}")
-    print(table(["", "ms/step", "spread", f"{task.unit}/s", "x eager", "x best compile", "x floor", "host ms", "GPU ms",
-                 "kernels", "peak GiB", "cold s", "warm s", "loss", "off by", "on average"], rows))
+    print(table(["", "ms/step", "spread", f"{task.unit}/s", "x eager", "x best compile", "x floor", "reading ms", "host ms",
+                 "GPU ms", "kernels", "peak GiB", "cold s", "warm s", "loss", "off by", "on average"], rows))
     if floor:
         print(told(floor))
     show_kernels({contestant: r for contestant, r in results.items() if r["kernels"]}, floor)
