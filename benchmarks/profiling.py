@@ -13,7 +13,7 @@ Kernel = tuple[str, int, float]  # name, launches, microseconds of all of them
 LIBRARIES = ("nvjet", "cutlass", "cublas", "cudnn", "flash", "fmha", "gemm", "gemv", "sm80_", "sm90_", "ampere", "hopper", "xmma")
 KINDS = {  # kind of a library's kernel: what its name holds; the first that fits
     "copy or fill": ("memcpy", "memset"),
-    "attention": ("flash", "fmha", "attention", "sdpa"),
+    "attention": ("flash", "fmha", "attention", "sdpa", "dot_do_o", "convert_dq", "unpack_cudnn"),
     "convolution": ("conv", "implicit_gemm", "fprop", "dgrad", "wgrad", "cudnn"),
     "matrix product": ("gemm", "gemv", "nvjet", "cutlass", "splitk", "xmma", "cublas"),
     "optimizer": ("multi_tensor_apply", "adam"),

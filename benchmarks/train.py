@@ -4,8 +4,8 @@
 
 Milliseconds a step, also where the loss is read at every step, cold and warm first step, peak memory, kernels and GPU time by
 kind, host time; with ``--curves 200`` the losses of as many new batches, which have to be eager's; with ``--floors`` what a step
-would take at best, and where the rest goes. ``--preset launch``: the MLP of 20 layers against CUDA graphs. Each contestant runs in
-processes of its own with caches of its own: the first compiles all, the second (``--rounds 2``) finds what the first compiled.
+would take at best, and where the rest goes. ``--preset launch``: the MLP of 20 layers against CUDA graphs. Each contestant runs
+in processes of its own with caches of its own: the first compiles all, the second (``--rounds 2``) finds what the first compiled.
 Without a GPU tiny models run.
 """
 
