@@ -109,6 +109,7 @@ class Trainer:
         self.dense = torch.randn(rows, DENSE, generator=generator).to(dtype).to(device)
         self.clicks = torch.randint(2, (rows,), generator=generator).float().to(device)
         self.side = torch.cuda.Stream() if torch.device(device).type == "cuda" else None
+        self.found = self.model.sdd.look_up(self.indices[1])
         self.features = self.model.sdd(self.indices[1], dtype)
         self.step = 0
 
@@ -143,9 +144,11 @@ class Trainer:
         return loss
 
     def computation(self) -> Tensor:
-        """Everything but the exchange."""
+        """Everything but the exchange. What was looked up is arranged a step later: it lies in memory as if it were exchanged
+        meanwhile, or a compiler could look up and arrange in one kernel, which no exchange would allow."""
         sdd, features = self.model.sdd, self.features
-        self.features = sdd.arrange(sdd.look_up(self.next_indices()), self.dense.dtype)
+        self.features = sdd.arrange(self.found, self.dense.dtype)
+        self.found = sdd.look_up(self.next_indices())
         return self.finish_step(self.model.overarch(self.dense, features, self.clicks))
 
 

@@ -177,7 +177,7 @@ def over_filled(part: Part, known: Known) -> Part:
     lowering = Lowering(part.node, shape)
     valid = within(lowering, window.start, window.extent, window.whole, lowering.coord(1))
     try:
-        value = Puller(lowering, known, valid).part(part, window_mapper(window, part.numel), 0)
+        value = Puller(lowering, known, valid).part(part, window_mapper(window, part.numel), 0, True)
     except Unsupported:
         return part
     other = lowering.cast(lowering.read(filled, value.dtype), store.dtype)

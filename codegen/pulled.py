@@ -18,6 +18,8 @@ from ir_nodes.node import Buffer, Node, Operand, Value
 
 MAX_DEPTH, MAX_EXPRESSIONS, MAX_LOADS = 5, 10, 3
 MAX_INSTRUCTIONS = 80
+MOST_PIECES = 16
+"""Of how many times as many elements a reader of costly values may walk, such as a concatenation of so many."""
 _COSTLY = ("libdevice.", "_tanh", "_normal", "_logistic", "tl.exp", "tl.log", "div", "sqrt", "philox")
 
 Mapped = tuple[Form, int, int]
@@ -76,14 +78,16 @@ class Puller:
     valid: Instr
 
     def operand(self, access: MemAccess, dtype: torch.dtype, rounded: torch.dtype | None, mapper: Mapper,
-                depth: int = 0) -> Instr:
-        """The elements that ``access`` addresses over the mapper's space. Raises Unsupported where its dimensions do not fit."""
+                depth: int = 0, alone: bool = True) -> Instr:
+        """The elements that ``access`` addresses over the mapper's space. ``alone``: nobody else reads what it is needed for.
+        Raises Unsupported where its dimensions do not fit."""
         part = self.known.parts.get(access.value)
         instrs = self.lowering.part.instrs
-        if part is not None and depth < MAX_DEPTH and len(instrs) < MAX_INSTRUCTIONS and self._is_cheap(part, access):
+        alone &= len(access.value.users) == 1 and not access.value.buffer.live
+        if part is not None and depth < MAX_DEPTH and len(instrs) < MAX_INSTRUCTIONS and self._is_cheap(part, access, alone):
             before = len(instrs)
             try:
-                return self.part(part, _chained(part, access, mapper), depth + 1)
+                return self.part(part, _chained(part, access, mapper), depth + 1, alone)
             except Unsupported:
                 del instrs[before:]
         mapped = mapper(access.form, access.byte_offset, access.dtype.itemsize)
@@ -93,14 +97,14 @@ class Puller:
         seen = replace(access, form=form, byte_offset=byte_offset, shift=shift, level=FULL)
         return self.lowering.add(Instr("load", dtype, FULL, (self.valid,), access=seen, rounded=rounded))
 
-    def part(self, part: Part, mapper: Mapper, depth: int) -> Instr:
+    def part(self, part: Part, mapper: Mapper, depth: int, alone: bool) -> Instr:
         """What ``part`` stores."""
         made: dict[int, Instr] = {}
         for instr in part.instrs:
             if instr.kind == "store":
                 return made[id(instr.args[0])]
             if instr.kind == "load" and not instr.args and instr.access is not None:
-                made[id(instr)] = self.operand(instr.access, instr.dtype, instr.rounded, mapper, depth)
+                made[id(instr)] = self.operand(instr.access, instr.dtype, instr.rounded, mapper, depth, alone)
             elif instr.kind in ("expr", "scalar", "size"):
                 args = tuple(made[id(arg)] for arg in instr.args)
                 level = max((arg.level for arg in args), default=instr.level)
@@ -109,15 +113,17 @@ class Puller:
                 raise Unsupported("it computes with indices")
         raise AssertionError("a part without a store")
 
-    def _is_cheap(self, part: Part, access: MemAccess) -> bool:
+    def _is_cheap(self, part: Part, access: MemAccess, alone: bool) -> bool:
+        """Is it better to compute what ``access`` reads again? What costs many instructions only for one reader that reads each
+        element about once: not the sines of a rotary embedding, which are few and read for each head of each sequence."""
         loads = [instr for instr in part.instrs if instr.kind == "load"]
         texts = [instr.text for instr in part.instrs if instr.kind == "expr" and instr.args]
         fits = len(loads) <= MAX_LOADS and len(texts) <= MAX_EXPRESSIONS
-        alone = len(access.value.users) == 1 and not access.value.buffer.live
+        once = alone and part.numel * MOST_PIECES >= self.lowering.part.numel
         plain = not any(costly in text for text in texts for costly in _COSTLY)
         stores = [instr for instr in part.instrs if instr.kind == "store"]
         known = all(load.access is not None and self.known.still_there(load.access) for load in loads)
-        return fits and known and (plain or alone) and len(stores) == 1 and not access.shift
+        return fits and known and (plain or once) and len(stores) == 1 and not access.shift
 
 
 def _chained(part: Part, access: MemAccess, mapper: Mapper) -> Mapper:
