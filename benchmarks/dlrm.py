@@ -160,7 +160,7 @@ def name_segments(model: Model) -> None:
 
 
 def contestants(options: argparse.Namespace) -> dict[str, Callable[[], Tensor | None]]:
-    physical, plain = launch.physical_device(), launch.plain_group()
+    physical, plain = launch.physical_device(), launch.plain_group(options.channels)
     eager, by_hand, alone = (Trainer(physical, options, plain) for _ in range(3))
     written, scheduled, policy, lazy_alone = (Trainer("lazysched", options, None) for _ in range(4))
     name_segments(scheduled.model)
@@ -246,6 +246,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--width", type=int, help="of the over-arch; 2048, small: 128")
     parser.add_argument("--layers", type=int, default=3, help="of the over-arch")
     parser.add_argument("--dtype", help="of the over-arch; bfloat16, small: float32")
+    parser.add_argument("--channels", type=int, default=0,
+                        help="of NCCL's at most, for all: each takes a multiprocessor from what runs beside it; 0: its choice")
     parser.add_argument("--steps", type=int, help="in a row; 10, small: 2")
     parser.add_argument("--rounds", type=int, help="of all contestants; 15, small: 5")
     parser.add_argument("--no-save", action="store_true")
@@ -261,4 +263,4 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 if __name__ == "__main__":
     given = parse(sys.argv[1:])
-    launch.spawn(worker, given.ranks, given)
+    launch.spawn(worker, given.ranks, given, channels=given.channels)

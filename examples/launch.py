@@ -22,20 +22,22 @@ def transport(ranks: int) -> str:
     return "NCCL" if torch.cuda.device_count() >= ranks else "gloo"
 
 
-def spawn(worker: Callable[..., None], ranks: int, *arguments: Any) -> None:
-    """``worker(*arguments)`` in ``ranks`` processes that form a process group. Raises where one fails."""
+def spawn(worker: Callable[..., None], ranks: int, *arguments: Any, channels: int = 0) -> None:
+    """``worker(*arguments)`` in ``ranks`` processes that form a process group. ``channels``: see `nccl_options`. Raises where one
+    fails."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "store")  # the ranks meet through a file: no port is needed
-        torch.multiprocessing.spawn(_enter, (worker, ranks, path, arguments), nprocs=ranks)
+        torch.multiprocessing.spawn(_enter, (worker, ranks, path, arguments, channels), nprocs=ranks)
 
 
-def _enter(rank: int, worker: Callable[..., None], ranks: int, path: str, arguments: Sequence[Any]) -> None:
+def _enter(rank: int, worker: Callable[..., None], ranks: int, path: str, arguments: Sequence[Any], channels: int) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     with settings.override(device="cuda" if transport(ranks) == "NCCL" else "cpu"):  # with too few GPUs all run on the CPU
         if on_gpus():
             torch.lazysched.set_device(rank)
             torch.cuda.set_device(rank)
-        dist.init_process_group("lazysched", store=dist.FileStore(path, ranks), rank=rank, world_size=ranks)
+        dist.init_process_group("lazysched", store=dist.FileStore(path, ranks), rank=rank, world_size=ranks,
+                                pg_options=nccl_options(channels))
         try:
             worker(*arguments)
             dist.barrier()
@@ -53,9 +55,19 @@ def physical_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpus() else torch.device("cpu")
 
 
-def plain_group() -> dist.ProcessGroup:
+def nccl_options(channels: int) -> Any:
+    """For groups whose NCCL kernels take ``channels`` multiprocessors at most from what runs beside them; None, NCCL's own choice,
+    for 0 and on a CPU."""
+    if not channels or not on_gpus():
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = channels
+    return options
+
+
+def plain_group(channels: int = 0) -> dist.ProcessGroup:
     """A group of all ranks for tensors that are not lazy."""
-    return dist.new_group(backend="nccl" if on_gpus() else "gloo")
+    return dist.new_group(backend="nccl" if on_gpus() else "gloo", pg_options=nccl_options(channels))
 
 
 def finish() -> None:

@@ -28,9 +28,11 @@ class LazyGroup(dist.ProcessGroup):
 
     supports_splitting = supports_coalescing = False
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, name: str, options: Any = None) -> None:
+        """``options``: `ProcessGroupNCCL.Options` for the group underneath, where the device runs on CUDA."""
         super().__init__(rank, size)
         self._made = (store, rank, size, timeout)
+        self._options = options
         self._label, self._description = name, ""
         self.inner = self._plain("device", core.physical_is_cuda())
         self.queue: list[Callable[[], collectives.Flight]] = []
@@ -50,7 +52,7 @@ class LazyGroup(dist.ProcessGroup):
         _, rank, size, timeout = self._made
         if not cuda:
             return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-        options = dist.ProcessGroupNCCL.Options()
+        options = self._options or dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, size, options)
 
@@ -263,7 +265,7 @@ def is_dense(tensor: Tensor) -> bool:
 def create(options: Any, backend_options: Any = None) -> LazyGroup:
     """What torch.distributed calls for the backend "lazysched"."""
     agreement.install()
-    return LazyGroup(options.store, options.group_rank, options.group_size, options.timeout, str(options.group_id))
+    return LazyGroup(options.store, options.group_rank, options.group_size, options.timeout, str(options.group_id), backend_options)
 
 
 def install() -> None:
