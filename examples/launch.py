@@ -56,8 +56,8 @@ def physical_device() -> torch.device:
 
 
 def nccl_options(channels: int) -> Any:
-    """For groups whose NCCL kernels take ``channels`` multiprocessors at most from what runs beside them; None, NCCL's own choice,
-    for 0 and on a CPU."""
+    """For groups whose NCCL kernels take ``channels`` multiprocessors at most from what runs beside them; None, NCCL's own
+    choice, for 0 and on a CPU."""
     if not channels or not on_gpus():
         return None
     options = dist.ProcessGroupNCCL.Options()

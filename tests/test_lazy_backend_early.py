@@ -44,9 +44,9 @@ def perceptron(width: int) -> nn.Module:
 
 def convolutions(width: int) -> nn.Module:
     """Without biases: before a batch norm their gradients are rounding errors, which Adam makes large."""
-    return nn.Sequential(
-        nn.Conv2d(3, width, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(), nn.Dropout(0.2), nn.Conv2d(width, width, 3, bias=False),
-        nn.BatchNorm2d(width), nn.Flatten(), nn.Linear(width * 16, 6))  # fmt: skip
+    first, second = nn.Conv2d(3, width, 3, bias=False), nn.Conv2d(width, width, 3, bias=False)
+    return nn.Sequential(first, nn.BatchNorm2d(width), nn.ReLU(), nn.Dropout(0.2), second, nn.BatchNorm2d(width), nn.Flatten(),
+                         nn.Linear(width * 16, 6))  # fmt: skip
 
 
 Change = Callable[[int, nn.Module, Tensor, Tensor, Losses], Tensor]

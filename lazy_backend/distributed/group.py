@@ -265,7 +265,8 @@ def is_dense(tensor: Tensor) -> bool:
 def create(options: Any, backend_options: Any = None) -> LazyGroup:
     """What torch.distributed calls for the backend "lazysched"."""
     agreement.install()
-    return LazyGroup(options.store, options.group_rank, options.group_size, options.timeout, str(options.group_id), backend_options)
+    place = options.store, options.group_rank, options.group_size
+    return LazyGroup(*place, options.timeout, str(options.group_id), backend_options)
 
 
 def install() -> None:
