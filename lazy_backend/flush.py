@@ -94,7 +94,7 @@ def compile_recording(native: ModuleType, recording: Recording, device: int) -> 
     dead = recorded - sum(not node.again for node in graph.nodes) - len(held.rest)
     # What a collective sends may be in use until a later recording waits for it, though nobody holds it any more.
     assemble(graph, program, steps, dead, temporaries, replays(), donate=not (dist.is_available() and dist.is_initialized()),
-             seen=None if held.rest else seen)
+             seen=None if held.rest or talks or ordered >= 0 else seen)  # an order that was asked for is kept
     return program
 
 

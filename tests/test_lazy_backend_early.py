@@ -147,6 +147,16 @@ def test_a_loop_that_never_waits_is_not_begun_early() -> None:
         assert gained("early_starts", lambda: trained("lazysched", perceptron(21), (16,), steady)) == 0
 
 
+def test_an_order_that_somebody_may_ask_for_is_kept() -> None:
+    """Programs with segments, or with collectives, run in their own order only."""
+
+    def in_a_segment(step: int, model: nn.Module, output: Tensor, loss: Tensor, seen: Losses) -> Tensor:
+        with lazy_backend.segment("weighted"):
+            return loss * 1.5
+
+    assert gained("early_starts", lambda: trained("lazysched", perceptron(19), (16,), in_a_segment)) == 0
+
+
 def test_never_makes_no_cuts() -> None:
     with settings.override(start_early="never"):
         assert gained("early_starts", lambda: trained("lazysched", perceptron(20), (16,), steady)) == 0

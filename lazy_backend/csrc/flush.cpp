@@ -104,6 +104,7 @@ std::shared_ptr<Runner> Recorder::begun(const ProgramPtr& program, const Trace& 
   auto right = [&](int32_t n) { return program->numbers[n] == trace.scalars[n]; };
   if (found && std::all_of(program->guessed.begin(), program->guessed.end(), right)) return runner;
   if (found) program->cuts.clear();
+  if (runner->stream != current_stream(index)) synchronize(index);
   for (size_t i = 0; i < runner->states.size(); i++)
     if (const auto& s = runner->states[i]; s.defined()) runner->part->buffers[i]->generator.set_state(s.get_state());
   for (auto& [storage, bytes] : runner->saved) bytes_of(storage).copy_(bytes);
