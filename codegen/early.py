@@ -83,14 +83,21 @@ def known(graph: Graph, always: bool) -> Known:
     return Known(buffers, numbers, always)
 
 
-def cuts(steps: Sequence[Step], plan: MemoryPlan, graph: Graph, seen: Known) -> list[Cut]:
-    """The cuts at which ``steps`` may begin; none where too little could."""
+NOTHING = "all it runs waits for what is recorded last, or can't be taken back"
+LITTLE_TIME = "what could begin early takes the GPU no longer than its launches take the host"
+LITTLE_SHARE = "most of its time is in steps that wait for what is recorded last, or can't be taken back"
+
+
+def cuts(steps: Sequence[Step], plan: MemoryPlan, graph: Graph, seen: Known) -> tuple[list[Cut], str]:
+    """The cuts at which ``steps`` may begin; none where too little could, and then why."""
     last = max((node.instr + 1 for step in steps for node in step.nodes), default=0) * LATE
     when = [at if at <= last else None for at in earliest(steps, plan, graph, seen)]
     able = [index for index, at in enumerate(when) if at is not None]
     takes, whole = seconds([steps[index] for index in able], graph), seconds(steps, graph)
-    if not able or not (seen.always or takes >= max(LEAST, WORTH * len(able), SHARE * whole)):
-        return []
+    if not able:
+        return [], NOTHING
+    if not seen.always and takes < max(LEAST, WORTH * len(able), SHARE * whole):
+        return [], LITTLE_SHARE if takes < SHARE * whole else LITTLE_TIME
     found: dict[int, list[int]] = {}
     places = chosen(sorted({at for at in when if at is not None}))
     for index in able:
@@ -102,7 +109,7 @@ def cuts(steps: Sequence[Step], plan: MemoryPlan, graph: Graph, seen: Known) -> 
         saves = dict.fromkeys(slot for index in found[ops] for slot in slots_of(steps[index], plan, graph)[1] if slot in inputs)
         out.append(Cut(ops, tuple(found[ops]), tuple(saves), guessed(steps, found[ops], ops, seen)))
         inputs.difference_update(saves)
-    return out
+    return out, ""
 
 
 def guessed(steps: Sequence[Step], which: Sequence[int], ops: int, seen: Known) -> tuple[int, ...]:

@@ -173,11 +173,11 @@ class Placed:
 
 def assemble(
     graph: Graph, program: Program, steps: Sequence[Emit], dead: int, temporaries: Sequence[int] = (), graphs: bool = False,
-    donate: bool = True, seen: Known | None = None,
+    donate: bool = True, seen: Known | None = None, refused: Callable[[str], None] = lambda why: None,
 ) -> None:  # fmt: skip
     """Add ``steps`` to ``program`` with the allocations, frees, inputs and outputs that they need; ``graphs``: they may be
     replayed as CUDA graphs; ``donate``: inputs that nobody holds any more may be written over; ``seen``: what is known of the
-    recording at which place, where steps may run before it has ended."""
+    recording at which place, where steps may run before it has ended; ``refused`` is told why none does."""
     plan = plan_memory(graph, [step.use for step in steps], temporaries, graphs, donate and not graphs)
     placed: Any = Placed(program, plan.places) if plan.places else program
     ready: dict[int, int] = {}
@@ -209,7 +209,9 @@ def assemble(
         for part in stretches(steps, spans, plan, graph):
             program.graph(part.first, part.last, (part.reads, part.makes, part.frees, part.numbers, part.movable),
                           [plan.sizes[slot] for slot in part.makes])
-    early = cuts(steps, plan, graph, seen) if seen is not None else []
+    early, why = cuts(steps, plan, graph, seen) if seen is not None else ([], "")
+    if why:
+        refused(why)
     for cut in early:
         program.cut(cut.ops, ([at for index in cut.steps for at in range(*spans[index])], cut.saves))
     program.guessed = list(dict.fromkeys(number for cut in early for number in cut.guessed))

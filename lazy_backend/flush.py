@@ -92,10 +92,19 @@ def compile_recording(native: ModuleType, recording: Recording, device: int) -> 
         check = check_orders(graph, report, device)
         steps = [check, *steps] if check else steps
     dead = recorded - sum(not node.again for node in graph.nodes) - len(held.rest)
+    refused = partial(told_why, native)
+    keeps_no_order = not (held.rest or talks or ordered >= 0)
+    if seen is not None and not keeps_no_order:
+        refused("segments, schedules and collectives keep their order")
     # What a collective sends may be in use until a later recording waits for it, though nobody holds it any more.
     assemble(graph, program, steps, dead, temporaries, replays(), donate=not (dist.is_available() and dist.is_initialized()),
-             seen=None if held.rest or talks or ordered >= 0 else seen)  # an order that was asked for is kept
+             seen=seen if keeps_no_order else None, refused=refused)
     return program
+
+
+def told_why(native: ModuleType, why: str) -> None:
+    """In `torch._lazy.metrics`, like what keeps stretches out of CUDA graphs."""
+    native.count(f"StartEarlyRefused: {why}")
 
 
 def seen_when(graph: Graph) -> Known | None:

@@ -7,6 +7,7 @@ from typing import Any, Callable
 
 import pytest
 import torch
+import torch._lazy.metrics as metrics
 from torch import Tensor, nn
 
 import lazy_backend
@@ -155,6 +156,7 @@ def test_an_order_that_somebody_may_ask_for_is_kept() -> None:
             return loss * 1.5
 
     assert gained("early_starts", lambda: trained("lazysched", perceptron(19), (16,), in_a_segment)) == 0
+    assert metrics.counter_value("StartEarlyRefused: segments, schedules and collectives keep their order")
 
 
 def test_never_makes_no_cuts() -> None:
@@ -185,10 +187,10 @@ def test_a_wrong_guess_is_not_used_and_not_made_again(monkeypatch: pytest.Monkey
     """A step that took a number before it was recorded: where that is another one this time, its results are dropped."""
     made: list[early_module.Cut] = []
 
-    def guessing(*given: Any) -> list[early_module.Cut]:
-        found = early_module.cuts(*given)
+    def guessing(*given: Any) -> tuple[list[early_module.Cut], str]:
+        found, why = early_module.cuts(*given)
         made.extend(found)
-        return [early_module.Cut(cut.ops, cut.steps, cut.saves, (0, 1) if cut.steps else ()) for cut in found]
+        return [early_module.Cut(cut.ops, cut.steps, cut.saves, (0, 1) if cut.steps else ()) for cut in found], why
 
     monkeypatch.setattr(executable, "cuts", guessing)
 
