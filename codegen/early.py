@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Iterable, Mapping, Protocol, Sequence
 
+from codegen import cuda_graph
 from codegen.cuda_graph import scalars
 from codegen.memory_plan import MemoryPlan
-from codegen.step_use import StepUse
-from ir_nodes import BufferKind, Graph, Node
+from ir_nodes import BufferKind, Graph
 from ir_nodes.estimate import CUDA, cost
 
 CUTS = 8
@@ -33,21 +33,11 @@ LATE = 15 / 16
 NEVER = 1 << 60
 
 
-class Step(Protocol):
-    @property
-    def use(self) -> StepUse: ...
-    @property
-    def writes(self) -> tuple[int, ...]: ...
-    @property
-    def nodes(self) -> tuple[Node, ...]: ...
+class Step(cuda_graph.Step, Protocol):
     @property
     def numbers(self) -> tuple[int, ...]: ...
     @property
     def draws(self) -> tuple[int, ...]: ...
-    @property
-    def blocked(self) -> str: ...
-    @property
-    def calls(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +81,17 @@ LITTLE_SHARE = "most of its time is in steps that wait for what is recorded last
 def cuts(steps: Sequence[Step], plan: MemoryPlan, graph: Graph, seen: Known) -> tuple[list[Cut], str]:
     """The cuts at which ``steps`` may begin; none where too little could, and then why."""
     last = max((node.instr + 1 for step in steps for node in step.nodes), default=0) * LATE
-    when = [at if at <= last else None for at in earliest(steps, plan, graph, seen)]
-    able = [index for index, at in enumerate(when) if at is not None]
-    takes, whole = seconds([steps[index] for index in able], graph), seconds(steps, graph)
+    when = earliest(steps, plan, graph, seen)
+    able = [index for index, at in enumerate(when) if at <= last]
     if not able:
         return [], NOTHING
+    takes, whole = seconds([steps[index] for index in able], graph), seconds(steps, graph)
     if not seen.always and takes < max(LEAST, WORTH * len(able), SHARE * whole):
         return [], LITTLE_SHARE if takes < SHARE * whole else LITTLE_TIME
     found: dict[int, list[int]] = {}
-    places = chosen(sorted({at for at in when if at is not None}))
+    places = chosen(sorted({when[index] for index in able}))
     for index in able:
-        at = when[index]
-        assert at is not None
-        found.setdefault(max(2, next(place for place in places if place >= at)), []).append(index)
+        found.setdefault(max(2, next(place for place in places if place >= when[index])), []).append(index)
     out, inputs = [Cut(1, ())], set(plan.inputs)  # at the first op the core looks whether somebody has waited for the device
     for ops in sorted(found):
         saves = dict.fromkeys(slot for index in found[ops] for slot in slots_of(steps[index], plan, graph)[1] if slot in inputs)

@@ -22,7 +22,7 @@ compiling = _Compiling()  # does this thread compile a recording?
 _forked = False
 _lock = threading.RLock()
 _at_start: list[Callable[[ModuleType], None]] = []
-IDLE, ALWAYS = 2, -(1 << 20)  # times in a row that a GPU has to wait for a recording before programs are begun early
+IDLE, ALWAYS = 2, -(1 << 20)  # times in a row that somebody has waited for the device before programs are begun early
 PENDING_SHARE = {"cuda": 0.75, "cpu": 0.5}  # of the device's memory, which a recording may hold by default: about what eager mode
 # would hold by then, of which fused kernels need less
 
