@@ -15,6 +15,7 @@ from barriers.passes.dead import eliminate_dead
 from barriers.passes.fold import forward_copies
 from barriers.passes.memory_budget import Unstored, fit_budget
 from barriers.passes.noops import eliminate_noops
+from barriers.passes.own_part import read_own_part
 from barriers.passes.peak_order import lower_peak
 from barriers.passes.recompute import Partition, recompute_cheap, traffic
 from ir_nodes import Graph, settings
@@ -41,6 +42,9 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
     def cse(graph: Graph) -> Graph:
         return merge_common(graph, remarks)
 
+    def own_part(graph: Graph) -> Graph:
+        return read_own_part(graph, remarks)
+
     def recompute(graph: Graph) -> Graph:
         if partition is not None:
             return recompute_cheap(graph, partition, remarks)
@@ -55,7 +59,8 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
         return fit_budget(graph, settings.current().memory_budget, partition, unstored, remarks)
 
     passes: tuple[tuple[str, Pass], ...] = (
-        ("fold", fold), ("fold", eliminate_dead), ("cse", cse), ("recompute", recompute), ("peak_order", peak_order),
+        ("fold", fold), ("fold", eliminate_dead), ("cse", cse), ("own_part", own_part), ("recompute", recompute),
+        ("peak_order", peak_order),
     )
     allowed = [step for name, step in passes if settings.enabled(name)]
     return [*allowed, memory_budget] if settings.current().memory_budget else allowed

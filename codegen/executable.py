@@ -12,8 +12,8 @@ from codegen.cuda_graph import blocked_call, scalars, stretches
 from codegen.early import Known, cuts
 from codegen.memory_plan import Place, plan_memory
 from codegen.step_use import StepUse, node_use
-from ir_nodes import Graph, Layout, Node
-from ir_nodes.node import Buffer, Operand, Target
+from ir_nodes import Graph, Layout, Node, call, ops
+from ir_nodes.node import Buffer, Operand, Target, Write
 
 Chosen = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
 """A layout as the native core takes it: dtype, size, stride, offset."""
@@ -80,8 +80,8 @@ class Emit:
 
 def emit_call(node: Node) -> Emit:
     """``node`` as one ATen call on the physical device."""
-    if node.instr < 0:
-        return emit_zeros(node)
+    if node.instr < 0 or node.changed:
+        return emit_own(node)
     slots, layouts = operand_slots(node)
     if not node.relaid:
         layouts = []
@@ -90,16 +90,21 @@ def emit_call(node: Node) -> Emit:
                 blocked_call(node), numbers=tuple(scalars([node])), draws=draws)
 
 
-def emit_zeros(node: Node) -> Emit:
-    """Zeros that the compiler asks for (`codegen.pad_products`) and no kernel writes: no recorded op could be called."""
-    assert node.name == "zero_", node
-    layout = node.writes[0].layout
-    (slot,) = written_buffers(node)
+def emit_own(node: Node) -> Emit:
+    """An op that the compiler chose, such as zeros for `codegen.pad_products`: none that was recorded could be called."""
+    use, function = node_use(node), ops.overload(node.target)
+    assert not (node.returns or node.effects), node
 
-    def run(slots: list[Any], _: list[object]) -> None:
-        torch.as_strided(slots[slot].view(layout.dtype), layout.size, layout.stride, layout.offset).zero_()
+    def run(slots: list[Any], numbers: list[Any]) -> None:
+        def seen(place: Operand | Write) -> torch.Tensor:
+            memory, layout = slots[place.value.buffer.index], place.layout
+            typed = memory[: memory.numel() // layout.itemsize * layout.itemsize].view(layout.dtype)
+            return torch.as_strided(typed, layout.size, layout.stride, typed.storage_offset() + layout.offset)
 
-    return Emit(node_use(node), (slot,), lambda program: program.python(run, -1, [slot]), (node,))
+        positional, keyword = call.arguments(node, call.Fill(seen, seen, lambda number: numbers[number.index], None))
+        function(*positional, **keyword)
+
+    return Emit(use, written_buffers(node), lambda program: program.python(run, node.instr, use.buffers), (node,))
 
 
 def operand_slots(node: Node) -> tuple[list[int], list[Chosen]]:

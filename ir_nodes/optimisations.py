@@ -9,6 +9,7 @@ from __future__ import annotations
 OPTIMISATIONS: dict[str, str] = {
     "cse": "one node where two would compute the same value",
     "fold": "results known when compiling, and ops that change nothing, cost nothing",
+    "own_part": "what a rank sends to itself in an all_to_all_single is read where it lies, instead of being copied",
     "recompute": "cheap values are computed again in backward instead of being kept",
     "peak_order": "the order with the smallest peak memory among several",
     "inplace": "results take the memory of operands that die",

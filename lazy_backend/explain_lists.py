@@ -16,6 +16,8 @@ LONGEST = 20
 
 PASSES = ("fold", "cse", "recompute", "peak_order", "pad_rows", "inplace")
 """Optimisations of a whole graph, which are told of even where there was nothing to do."""
+OCCASIONAL = ("own_part",)
+"""Those that few graphs give an occasion for."""
 MEASURED = ("fusion", "templates", "autotune")
 """Those that settings have decided by measurement."""
 
@@ -51,7 +53,7 @@ def refusals(one: Explanation) -> list[str]:
 def passes(one: Explanation) -> list[str]:
     """For each optimisation: its name, what it is for, and under that what it did and what it refused."""
     lines: list[str] = []
-    for name in (*PASSES, *MEASURED):
+    for name in (*PASSES, *OCCASIONAL, *MEASURED):
         mine = [(remark, count) for remark, count in one.remarks if remark.optimisation == name]
         if name not in PASSES and not mine:
             continue

@@ -38,7 +38,7 @@ def sin(graph: Graph, source: Buffer, live: bool = False) -> Buffer:
 
 def exchange(graph: Graph, source: Buffer, live: bool = False) -> Buffer:
     made = fresh(graph, live)
-    graph.record("lazysched::all_to_all_single", [[Access(made, FOUR, "w")], [Access(source, FOUR)], [0], "", "0"])
+    graph.record("lazysched::all_to_all_single", [[Access(made, FOUR, "w")], [Access(source, FOUR)], [0, 2, 0], "", "0"])
     graph.record("lazysched::wait", [[Access(made, FOUR, "rw")], [Access(source, FOUR)]])
     return made
 

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 import lazy_backend
-from lazy_backend import LazyScheduler, segment
+from lazy_backend import LazyScheduler, flush, segment
 from tests import ranks
 from tests.test_lazy_backend_distributed import Group, mine
+from tests.test_lazy_backend_distributed_own_part import nothing_arrives
 
 PROGRAMS = 40
 
@@ -25,7 +26,7 @@ def cut(rng: random.Random, x: torch.Tensor) -> None:
 def exchange(rng: random.Random, pool: list[torch.Tensor], group: Group) -> None:
     """One random collective on tensors of the pool."""
     x, peer = rng.choice(pool), 1 - dist.get_rank()
-    kind = rng.randrange(8)
+    kind = rng.randrange(9)
     if kind == 0:
         dist.all_reduce(x, group=group)
     elif kind == 1:
@@ -51,6 +52,13 @@ def exchange(rng: random.Random, pool: list[torch.Tensor], group: Group) -> None
         works.append(dist.irecv(pool[-1], peer, group))
         for work in works:
             work.wait()
+    elif kind == 7:  # nobody holds what arrives, so a rank's own part may be read where it was sent from
+        arrived = torch.empty_like(x)
+        work = dist.all_to_all_single(arrived, x, group=group, async_op=True)
+        pool.append(rng.choice(pool).cos())
+        cut(rng, x)
+        work.wait()
+        pool.append(torch.cat([arrived[2:], arrived[:2] * 2]))
     else:
         several = list(dict.fromkeys([x, rng.choice(pool)]))
         dist.all_reduce_coalesced(several, group=group)
@@ -92,6 +100,9 @@ def run(seed: int, device: str, group: Group, scheduled: bool) -> list[torch.Ten
 
 def check() -> None:
     plain = dist.new_group(backend="gloo")
+    nothing_arrives()
+    seen: list[str] = []
+    flush.watchers.append(lambda graph, remarks: seen.extend(node.name for node in graph.nodes))
     for index in range(5):
         segment(f"part{index}")  # the names of schedules
     for seed in range(PROGRAMS):
@@ -100,6 +111,7 @@ def check() -> None:
         got = run(seed, "lazysched", None, scheduled)
         for index, (ours, theirs) in enumerate(zip(got, wanted, strict=True)):
             assert torch.equal(ours.cpu(), theirs), (seed, index, ours.cpu(), theirs)
+    assert seen.count("all_to_all_others") > 10
 
 
 def test_random_programs_equal_gloo_under_any_schedule() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Iterable, Mapping
+from typing import Callable, Iterable, Mapping
 
 from ir_nodes import Graph, Node, Operand, Value, Write
 from ir_nodes.node import Arg
@@ -11,10 +11,15 @@ from ir_nodes.node import Arg
 
 def redirect(user: Node, instead: Mapping[Value, Value]) -> None:
     """Make ``user`` read other values in place of some."""
+    reread(user, lambda operand: Operand(instead[operand.value], operand.layout) if operand.value in instead else operand)
+
+
+def reread(user: Node, instead: Callable[[Operand], Operand]) -> None:
+    """Make ``user`` read other operands in place of some."""
     def of(arg: Arg) -> Arg:
         if isinstance(arg, tuple):
             return tuple(map(of, arg))
-        return Operand(instead[arg.value], arg.layout) if isinstance(arg, Operand) and arg.value in instead else arg
+        return instead(arg) if isinstance(arg, Operand) else arg
 
     before = list(user.inputs())
     user.args = tuple(map(of, user.args))

@@ -17,11 +17,13 @@ import torch.distributed as dist
 
 from ir_nodes import ops
 from lazy_backend import core
+from lazy_backend.distributed.starts import STARTS, Landing, reduction
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
 _SCHEMA = "(Tensor(a!)[] outs, Tensor[] ins, int[] numbers, str reduce, str group) -> ()"
-"""``numbers``: the root; the peer and the tag; or how many split sizes of the output, these, and those of the input."""
+"""``numbers``: the root; the peer and the tag; or, for an `all_to_all_single`, this rank, how many ranks there are, how many
+split sizes of the output, these, and those of the input."""
 
 
 Key = tuple[int, int]
@@ -70,10 +72,6 @@ groups: dict[str, Group] = {}
 _flights: dict[Key, list[Flight]] = {}  # in the order of their starts
 
 
-def reduction(name: str) -> Any:
-    return getattr(dist.ReduceOp, name)
-
-
 def reduction_name(op: Any) -> str:
     """"SUM" for ReduceOp.SUM. Raises NotImplementedError for what has a factor of its own."""
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"):
@@ -82,89 +80,6 @@ def reduction_name(op: Any) -> str:
     raise NotImplementedError(f"lazysched records no {op}; multiply the tensor before an all_reduce with ReduceOp.SUM instead")
 
 
-def options(kind: str, **fields: Any) -> Any:
-    """Options of a c10d call. ``asyncOp`` stays True, which gives NCCL a stream of its own."""
-    made = getattr(dist.distributed_c10d, kind)()
-    for name, value in fields.items():
-        setattr(made, name, value)
-    return made
-
-
-# ---- how each is started: (process group of the physical device, outs, ins, numbers, reduction) -> what to wait for ------------
-
-
-def all_reduce_(pg: Any, outs: Tensors, ins: Tensors, numbers: list[int], reduce: str) -> Any:
-    if len(outs) == 1:
-        return pg.allreduce(outs, options("AllreduceOptions", reduceOp=reduction(reduce)))
-    return pg.allreduce_coalesced(outs, options("AllreduceCoalescedOptions", reduceOp=reduction(reduce)))
-
-
-def broadcast_(pg: Any, outs: Tensors, ins: Tensors, numbers: list[int], reduce: str) -> Any:
-    return pg.broadcast(outs, options("BroadcastOptions", rootRank=numbers[0], rootTensor=0))
-
-
-def reduce_(pg: Any, outs: Tensors, ins: Tensors, numbers: list[int], reduce: str) -> Any:
-    return pg.reduce(outs, options("ReduceOptions", rootRank=numbers[0], rootTensor=0, reduceOp=reduction(reduce)))
-
-
-def all_gather(pg: Any, outs: Tensors, ins: Tensors, numbers: list[int], reduce: str) -> Any:
-    return pg.allgather([outs], ins, options("AllgatherOptions"))
-
-
-def all_gather_single(pg: Any, outs: Tensors, ins: Tensors, numbers: list[int], reduce: str) -> Any:
-    if len(outs) == 1:
-        return pg._allgather_base(outs[0], ins[0], options("AllgatherOptions"))
-    return pg.allgather_into_tensor_coalesced(outs, ins, options("AllgatherOptions"))
-
-
-def reduce_scatter(pg: Any, outs: Tensors, ins: Tensors, numbers: list[int], reduce: str) -> Any:
-    return pg.reduce_scatter(outs, [ins], options("ReduceScatterOptions", reduceOp=reduction(reduce)))
-
-
-def reduce_scatter_single(pg: Any, outs: Tensors, ins: Tensors, numbers: list[int], reduce: str) -> Any:
-    opts = options("ReduceScatterOptions", reduceOp=reduction(reduce))
-    if len(outs) == 1:
-        return pg._reduce_scatter_base(outs[0], ins[0], opts)
-    return pg.reduce_scatter_tensor_coalesced(outs, ins, opts)
-
-
-def all_to_all_single(pg: Any, outs: Tensors, ins: Tensors, numbers: list[int], reduce: str) -> Any:
-    count = numbers[0]
-    return pg.alltoall_base(outs[0], ins[0], numbers[1 : 1 + count], numbers[1 + count :], options("AllToAllOptions"))
-
-
-def all_to_all(pg: Any, outs: Tensors, ins: Tensors, numbers: list[int], reduce: str) -> Any:
-    if outs[0].device.type != "cpu":
-        return pg.alltoall(outs, ins, options("AllToAllOptions"))
-    flat = outs[0].new_empty(sum(out.numel() for out in outs))  # gloo exchanges parts of one tensor only
-    sizes = [[one.numel() for one in many] for many in (outs, ins)]
-    work = pg.alltoall_base(flat, torch.cat([one.reshape(-1) for one in ins]), *sizes, options("AllToAllOptions"))
-
-    def land() -> None:
-        for out, part in zip(outs, flat.split(sizes[0])):
-            out.copy_(part.view(out.shape))
-
-    return Flight(work, land)
-
-
-def gather(pg: Any, outs: Tensors, ins: Tensors, numbers: list[int], reduce: str) -> Any:
-    return pg.gather([outs] if outs else [], ins, options("GatherOptions", rootRank=numbers[0]))
-
-
-def scatter(pg: Any, outs: Tensors, ins: Tensors, numbers: list[int], reduce: str) -> Any:
-    return pg.scatter(outs, [ins] if ins else [], options("ScatterOptions", rootRank=numbers[0]))
-
-
-def send(pg: Any, outs: Tensors, ins: Tensors, numbers: list[int], reduce: str) -> Any:
-    return pg.send(ins, numbers[0], numbers[1])
-
-
-def recv(pg: Any, outs: Tensors, ins: Tensors, numbers: list[int], reduce: str) -> Any:
-    return pg.recv(outs, numbers[0], numbers[1])
-
-
-STARTS = (all_reduce_, broadcast_, reduce_, all_gather, all_gather_single, reduce_scatter, reduce_scatter_single,
-          all_to_all_single, all_to_all, gather, scatter, send, recv)  # fmt: skip
 MOST_FLIGHTS = 256
 SHOWN = 4  # tensors of a coalesced collective that its name tells one by one
 POINT_TO_POINT = ("send", "recv")
@@ -174,11 +89,12 @@ _ALL_RANKS_ALIKE = ("all_reduce_", "broadcast_", "reduce_", "all_gather_single",
 @functools.cache
 def entry(name: str, outs: Sizes, ins: Sizes, numbers: tuple[int, ...], reduce: str) -> str:
     """A collective as every rank has to see it: "all_reduce(SUM) float32[1024]"."""
+    name = "all_to_all_single" if name == "all_to_all_others" else name  # ranks may differ in that
     words = [reduce] if reduce else []
     if name in ("broadcast_", "reduce_", "gather", "scatter"):
         words.append(f"root {numbers[0]}")
     told = {"gather": ins, "all_gather_single": ins}.get(name, outs or ins)
-    sized = name in _ALL_RANKS_ALIKE or (name == "all_to_all_single" and len(numbers) == 1)  # splits differ between ranks
+    sized = name in _ALL_RANKS_ALIKE or (name == "all_to_all_single" and not numbers[2])  # splits differ between ranks
     told, more = (told[:SHOWN], told[SHOWN:]) if sized else (told[:1], ())
     texts = [str(dtype).removeprefix("torch.") + (f"[{count}]" if sized else "") for dtype, count in told]
     texts += [f"and {sum(count for _, count in more)} elements in {len(more)} more"] if more else []
@@ -191,7 +107,7 @@ def start(begin: Callable[..., Any], outs: list[Tensor], ins: list[Tensor], numb
 
     def go() -> Flight:
         begun = begin(home.inner, outs, ins, numbers, reduce)
-        flight = begun if isinstance(begun, Flight) else Flight(begun)
+        flight = Flight(*begun) if isinstance(begun, Landing) else Flight(begun)
         flight.group, flight.held = home, (outs, ins)
         pin(flight.held, 1)
         forget_arrived()

@@ -136,7 +136,7 @@ class LazyGroup(dist.ProcessGroup):
     def all_to_all_single(self, out: Tensor, input: Tensor, out_sizes: list[int], in_sizes: list[int], opts: Any = None) -> Any:
         if not is_lazy([out]):
             return self._direct("alltoall_base", out, out, input, out_sizes, in_sizes, *given(opts))
-        return self._record("all_to_all_single", [out], [input], len(out_sizes), *out_sizes, *in_sizes)
+        return self._record("all_to_all_single", [out], [input], *self._made[1:3], len(out_sizes), *out_sizes, *in_sizes)
 
     def alltoall(self, outs: Tensors, ins: Tensors, opts: Any = None) -> Any:
         if not is_lazy(outs):
