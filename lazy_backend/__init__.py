@@ -23,6 +23,7 @@ from lazy_backend.device import register
 from lazy_backend.distributed import group as _group
 from lazy_backend.explain import explain
 from lazy_backend.orders import register_schedule_hook
+from lazy_backend.replaying import replayed
 from lazy_backend.report import metrics_report
 from lazy_backend.scheduler import LazyScheduler, ScheduleError
 from lazy_backend.segments import (
@@ -43,6 +44,6 @@ __all__ = [
     "Before", "Early", "Late", "LazyScheduler", "Overlap", "Recorded", "RecordedSegment", "ScheduleError", "barriers", "debug",
     "earliest", "explain", "latest", "mark_step", "metrics_report", "min_peak_memory", "overlap_communication", "program_order",
     "register_schedule_hook", "register_segment", "register_segment_backward_hook", "register_segment_backward_pre_hook",
-    "register_segment_forward_hook", "register_segment_forward_pre_hook", "register_segments", "segment", "stats", "sync",
-    "wait_device_ops",
+    "register_segment_forward_hook", "register_segment_forward_pre_hook", "register_segments", "replayed", "segment", "stats",
+    "sync", "wait_device_ops",
 ]

@@ -59,9 +59,13 @@ def run_recorded(index: int, kind: str, reason: str) -> None:
 def mark_step(device: torch.device | str | int | None = None, wait: bool = False) -> None:
     """Run what is recorded on ``device`` (None: on every index), then the step closures.
 
-    Returns when the kernels are launched, or with ``wait`` when they have finished.
+    Returns when the kernels are launched, or with ``wait`` when they have finished. While `replayed` looks at a function, a step
+    that ends in it ends with it.
     """
     native = core.get()
+    if core.step_ends.put_off and not wait:
+        core.step_ends.asked = True
+        return
     for index in device_indices(device):
         run_recorded(index, "mark_step", "lazy_backend.mark_step()")
     native.count("MarkStep")

@@ -17,8 +17,13 @@ class _Compiling(threading.local):
     now = False
 
 
+class _StepEnds(threading.local):
+    put_off = asked = False
+
+
 _core: ModuleType | None = None
 compiling = _Compiling()  # does this thread compile a recording?
+step_ends = _StepEnds()  # does this thread put ends of steps off, to the end of a function that it looks at; was one asked for?
 _forked = False
 _lock = threading.RLock()
 _at_start: list[Callable[[ModuleType], None]] = []

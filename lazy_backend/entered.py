@@ -79,7 +79,7 @@ def enter(part: Part) -> Before | None:
     forward, backward = thread.forward, thread.backward
     noted = recompute(part) if native.backward_segment() >= 0 else run(part)
     native.enter_segment(thread.forward)
-    return native, forward, backward, native.sequence_number(), noted
+    return native, forward, backward, torch._C._autograd._get_sequence_nr(), noted
 
 
 def run(part: Part) -> bool:

@@ -130,6 +130,11 @@ def wanted() -> list[Wish]:
         return [*segments.hooks(), *(wish for demands in _demands.values() for wish in demands.wishes)]
 
 
+def asked() -> bool:
+    """Does anybody ask for an order now?"""
+    return bool(_demands or _hooks or segments.hooks())
+
+
 def hooks_now() -> list[ScheduleHook]:
     with _lock:
         return [*_hooks.values(), *(hook for demands in _demands.values() for hook in demands.hooks)]

@@ -16,6 +16,9 @@ def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """End the recording of each lazysched device that holds parameters of ``optimizer``."""
     if not core.is_started() or not settings.current().auto_barrier:
         return
+    if core.step_ends.put_off:
+        core.step_ends.asked = True
+        return
     firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
     indices = dict.fromkeys(p.device.index for p in firsts if p.device.type == "lazysched")
     for index in indices:

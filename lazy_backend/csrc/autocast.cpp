@@ -12,8 +12,7 @@ TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::m
 #define PROMOTE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
 
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
-  AT_FORALL_LOWER_PRECISION_FP(LOWER)
-  LOWER(cudnn_convolution) LOWER(cudnn_convolution_transpose)
+  AT_FORALL_LOWER_PRECISION_FP(LOWER) LOWER(cudnn_convolution) LOWER(cudnn_convolution_transpose)
   AT_FORALL_FP32(FP32)
   AT_FORALL_FP32_SET_OPT_DTYPE(FP32_DTYPE)
   AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(KERNEL_DIFFERENT_REDISPATCH_SIGNATURE_PRIVATEUSEONE)

@@ -1,7 +1,6 @@
 // The Python face of the core: reads recordings out, takes programs in, settings, counters.
 #include "program.h"
 #include <ATen/Context.h>
-#include <ATen/SequenceNumber.h>
 #include <pthread.h>
 
 #include <pybind11/functional.h>
@@ -37,8 +36,7 @@ py::object *compiler_ = nullptr, *schema_reader_ = nullptr, *inferrer_ = nullptr
 
 auto keeper(py::object*& slot) { return [&slot](py::object f) { delete std::exchange(slot, new py::object(std::move(f))); }; }
 
-template <class T, class F>
-py::list to_list(const std::vector<T>& all, F&& f) {
+template <class T, class F> py::list to_list(const std::vector<T>& all, F&& f) {
   py::list list;
   for (const T& item : all) list.append(f(item));
   return list;
@@ -66,16 +64,15 @@ py::list scalars(const Trace& t) { return to_list(t.scalars, [](const IValue& v)
 py::list buffers(const Trace& t) {
   return to_list(t.buffers, [&, next = size_t{0}](const BufferPtr& b) mutable {
     const size_t i = next++;
-    return py::make_tuple(b->nbytes, static_cast<int>(t.kinds[i]), static_cast<bool>(t.live[i]));
+    return py::make_tuple(b->nbytes, static_cast<int>(t.kinds[i]), static_cast<bool>(t.live[i]), reinterpret_cast<uintptr_t>(b.get()));
   });
 }
 
-// The recording so far, with only `tensors` counted as results: what a barrier would run for them.
+// The recording so far, with only `tensors` counted as results, or without any all that is held: what a barrier would run for them.
 Trace trace_for(const std::vector<at::Tensor>& tensors, DeviceIndex device) {
   auto copy = recorder(device).copy();
-  copy.live.assign(copy.buffers.size(), 0);
-  for (const auto& t : tensors)
-    if (const auto* b = buffer_of(t); b->trace == copy.id) copy.live[b->index] = 1;
+  for (const auto& b : copy.buffers) copy.live.push_back(tensors.empty() && b->owned);
+  for (const auto& t : tensors) if (const auto* b = buffer_of(t); b->trace == copy.id) copy.live[b->index] = 1;
   return copy;
 }
 
@@ -165,8 +162,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Limits>(m, "Limits").def(py::init<int64_t, int64_t, bool, size_t, bool, int>());
   m.def("configure", [](const Limits& now) { limits = now; });
   m.def("init", &start).def("keep_whole", &keep_whole);
-  m.def("set_compiler", keeper(compiler_)).def("set_schema_reader", keeper(schema_reader_));
-  m.def("set_inferrer", keeper(inferrer_));
+  m.def("set_compiler", keeper(compiler_)).def("set_schema_reader", keeper(schema_reader_)).def("set_inferrer", keeper(inferrer_));
   m.def("set_logger", [](Logger log) { logger = new Logger(std::move(log)); });
   m.def("set_holder", [](Holder hold) { holder = new Holder(std::move(hold)); });
   m.def("set_capturer", [](Capturer capture) { capturer = new Capturer(std::move(capture)); });
@@ -184,16 +180,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("pin", [](const at::Tensor& t, int by) { pin(t.storage(), by); });
   m.def("default_generator", [](DeviceIndex i) { return at::globalContext().defaultGenerator(c10::Device(kLazy, i)); });
   m.def("enter_segment", &enter_segment).def("note_backward", &note_backward).def("backward_segment", &backward_segment);
-  m.def("sequence_number", [] { return static_cast<int64_t>(at::sequence_number::peek()); });
   m.def("set_schedule_key", [](uint64_t key) { schedule_key = key; });
-  py::class_<Trace>(m, "Trace")
-      .def_readonly("held", &Trace::held).def_readonly("needed", &Trace::needed)
-      .def("instrs", &instrs).def("args", &args).def("operands", &operands).def("scalars", &scalars).def("buffers", &buffers);
-  py::class_<Program, std::shared_ptr<Program>>(m, "Program")
-      .def(py::init<>())
+  m.def("again", [](Trace& t, DeviceIndex i, const Recorder::Given& given) { return recorder(i).again(t, given); });
+  py::class_<Trace>(m, "Trace").def("forget", &Trace::forget)
+      .def_readonly("held", &Trace::held).def_readonly("needed", &Trace::needed).def("instrs", &instrs)
+      .def("args", &args).def("operands", &operands).def("scalars", &scalars).def("buffers", &buffers);
+  py::class_<Program, std::shared_ptr<Program>>(m, "Program").def(py::init<>())
       .def_readwrite("order", &Program::order).def_readwrite("nodes", &Program::nodes).def_readwrite("dead", &Program::dead)
-      .def_readwrite("guessed", &Program::guessed)
-      .def_readwrite("slots", &Program::slots).def_readwrite("inputs", &Program::inputs)
+      .def_readwrite("guessed", &Program::guessed).def_readwrite("slots", &Program::slots).def_readwrite("inputs", &Program::inputs)
       .def_readwrite("outputs", &Program::outputs).def_readwrite("rest", &Program::rest).def_readwrite("kept", &Program::kept)
       .def("call", &add_call)
       .def("graph", [](Program& p, size_t first, size_t last, std::array<std::vector<int32_t>, 5> uses, std::vector<size_t> sizes) {
@@ -205,7 +199,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("python", [](Program& p, decltype(Program::Python::run) run, int32_t instr, std::vector<int32_t> slots) {
         p.steps.push_back({Program::Python{std::move(run), std::move(slots)}, instr});
       })
-      .def("alloc", &add_step<Program::Alloc, int32_t, size_t>)
-      .def("free", &add_step<Program::Free, int32_t>)
+      .def("alloc", &add_step<Program::Alloc, int32_t, size_t>).def("free", &add_step<Program::Free, int32_t>)
       .def("mark", &add_step<Program::Mark, size_t, std::string>);
 }

@@ -132,7 +132,7 @@ struct Trace {
   int64_t held_bytes = 0;     // pending results that somebody holds, plus inputs kept alive only by the recording
   std::vector<int32_t> held, needed;  // segments that wait for the schedule, while these buffers are needed now
   hash_t hash;
-  void reset(uint64_t new_id);
+  void reset(uint64_t new_id); void forget(int32_t buffer);
   int32_t number(Buffer* b, std::vector<uint64_t>& words);
   int32_t use(Buffer* b, bool writes, std::vector<uint64_t>& words);
   Operand operand(const c10::TensorImpl* t, bool writes, std::vector<uint64_t>& words);
@@ -173,6 +173,8 @@ class Recorder {
   at::Tensor lend(const at::Tensor& t, int how);  // the same, for another library to hold (`Buffer::lent`, or 0: only to look)
   void on_storage_death(Buffer* b);
   Trace copy();
+  using Given = std::vector<std::pair<int32_t, at::Tensor>>;  // what stands for buffers of a recording
+  bool again(Trace& t, const Given& given);
   std::mutex mutex;        // the recording; never held while waiting for the GIL or running anything
   std::mutex flush_mutex;  // one barrier at a time; taken without the GIL
   const DeviceIndex index;
@@ -279,18 +281,15 @@ inline bool is_lazy(const at::Tensor& t) { return t.defined() && t.device().type
 inline c10::ArrayRef<IValue> elements(const IValue& v) { return v.isList() ? v.toListRef() : c10::ArrayRef<IValue>(v); }
 
 // f(argument's position, tensor) for every tensor that an op is given.
-template <class F>
-void each_tensor(const OpInfo& op, const IValue* args, F&& f) {
+template <class F> void each_tensor(const OpInfo& op, const IValue* args, F&& f) {
   for (size_t i = 0; i < op.args.size(); i++) {
     if (!op.args[i].tensors()) continue;
-    for (const auto& e : elements(args[i]))
-      if (is_tensor(e)) f(i, e.toTensor());
+    for (const auto& e : elements(args[i])) if (is_tensor(e)) f(i, e.toTensor());
   }
 }
 
 // A list of f(0), f(1), ...
-template <class T, class F>
-IValue make_list(size_t n, F&& f) {
+template <class T, class F> IValue make_list(size_t n, F&& f) {
   c10::List<T> list;
   list.reserve(n);
   for (size_t i = 0; i < n; i++) list.push_back(f(i));
@@ -302,8 +301,7 @@ inline std::optional<at::Tensor> if_defined(at::Tensor t) {
 }
 
 // `v` with f(tensor) in the place of every tensor, undefined ones too.
-template <class F>
-IValue map_tensors(const IValue& v, F&& f) {
+template <class F> IValue map_tensors(const IValue& v, F&& f) {
   if (v.isTensor()) return f(v.toTensor());
   if (!v.isTensorList() && !v.isOptionalTensorList()) return v;
   const auto items = v.toListRef();

@@ -20,8 +20,7 @@ std::shared_ptr<const Inference> inference(const OpInfo& op, const IValue* args,
   static auto* table = new std::unordered_map<hash_t, std::shared_ptr<const Inference>, torch::lazy::HashReducer>();
   {
     std::shared_lock<std::shared_mutex> lock(*mutex);
-    auto it = table->find(call);
-    if (it != table->end()) return it->second;
+    if (auto it = table->find(call); it != table->end()) return it->second;
   }
   stats[kInfers]++;
   auto known = std::make_shared<Inference>();

@@ -32,8 +32,7 @@ struct Executor final : LazyGraphExecutor {
   }
 
 struct Backend final : BackendImplInterface {
-  using ContextPtr = std::unique_ptr<LoweringContext>;
-  using Text = const std::string&;
+  using ContextPtr = std::unique_ptr<LoweringContext>; using Text = const std::string&;
   UNUSED(const IrBuilder*, GetIrBuilder)
   UNUSED(BackendDataPtr, MakeComputationDataFromTensor, const at::Tensor&, const Shape&, const BackendDevice&)
   UNUSED(BackendDataPtr, MakeComputationDataFromScalar, const at::Scalar&, const BackendDevice&)

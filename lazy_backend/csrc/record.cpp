@@ -6,6 +6,7 @@
 #include <c10/core/DefaultDtype.h>
 #include <torch/csrc/autograd/function.h>
 
+
 #include <bit>
 #include <sstream>
 
@@ -20,8 +21,7 @@ const OpInfo& op_info(const c10::OperatorHandle& op) {
   static auto* mutex = new std::mutex();
   static thread_local std::unordered_map<const void*, const OpInfo*> mine;
   const void* key = &op.schema();
-  auto it = mine.find(key);
-  if (it != mine.end()) return *it->second;
+  if (auto it = mine.find(key); it != mine.end()) return *it->second;
   auto info = std::make_unique<OpInfo>(OpInfo{op, toString(op.operator_name())});
   info->name_hash = torch::lazy::HashReduce(torch::lazy::DataHash(info->name.data(), info->name.size()));
   read_schema(*info);  // before the lock: it takes the GIL
@@ -153,6 +153,8 @@ void Trace::reset(uint64_t new_id) {
   hash = hash_t(static_cast<uint64_t>(0x1a2f5c));
 }
 
+void Trace::forget(int32_t b) { (buffers[b] = c10::make_intrusive<Buffer>(buffers[b]->nbytes, buffers[b]->device))->owned = false; }
+
 int32_t Trace::number(Buffer* b, std::vector<uint64_t>& words) {
   if (b->trace == id) return b->index;
   const bool known = b->physical || b->pending_in;
@@ -227,8 +229,7 @@ void Trace::replay(const Trace& from, const Instr& in) {
     const bool tensors = ArgInfo{arg.kind}.tensors();
     args.back().first = static_cast<int32_t>(tensors ? operands.size() : scalars.size());
     for (int32_t k = arg.first; k < arg.first + arg.count; k++)
-      if (tensors) add(k, in.op->args[i].writes);
-      else scalars.push_back(from.scalars[k]);
+      tensors ? add(k, in.op->args[i].writes) : scalars.push_back(from.scalars[k]);
   }
   if (in.generator >= 0) instr.generator = use(from.buffers[in.generator].get(), in.op->random, words);
   instr.outs = static_cast<int32_t>(operands.size());
@@ -291,6 +292,25 @@ bool overlaps(const OpInfo& op, const IValue* args) {
 }  // namespace
 
 constexpr char kLent[] = "another library sees the memory of an operand", kCut[] = "";
+
+// Records all of `t` again, a copy of a recording: `given` stands for buffers of its own, new ones for what nobody held in the end,
+// and what was made new and held is made anew. Does the recording have to run now?
+bool Recorder::again(Trace& t, const Given& given) {
+  for (size_t b = 0; b < t.buffers.size(); b++) if (!t.live[b]) t.forget(static_cast<int32_t>(b));
+  for (const auto& [b, tensor] : given) t.buffers[b] = BufferPtr::reclaim_copy(buffer_of(tensor));
+  std::lock_guard<std::mutex> lock(mutex);
+  for (size_t b = 0; b < t.buffers.size(); b++) {
+    t.buffers[b]->check();
+    TORCH_CHECK(!t.buffers[b]->is_lent(), kLent);
+    TORCH_CHECK(t.buffers[b]->owned || !t.live[b], "memory that it used is gone");
+  }
+  for (size_t b = 0; b < t.buffers.size(); b++)
+    if (auto& own = *t.buffers[b]; t.kinds[b] == BufferKind::Fresh && own.trace != trace_->id && !own.pending_in) own.physical = {};
+  for (const auto& in : t.instrs) trace_->replay(t, in);
+  stats[kRecorded] += static_cast<int64_t>(t.instrs.size());
+  for (const auto& [b, tensor] : given) t.forget(b);
+  return static_cast<int64_t>(trace_->instrs.size()) >= limits.max_ops || (limits.max_bytes && trace_->held_bytes > limits.max_bytes);
+}
 
 void Recorder::record(const OpInfo& op, Stack* stack) {
   const IValue* args = stack->data() + stack->size() - op.args.size();
@@ -417,8 +437,7 @@ void Recorder::run_now(const OpInfo& op, Stack* stack, const char* kind, const s
   });
   auto lift = [&](const at::Tensor& p) -> at::Tensor {
     if (!p.defined() || p.device() != physical_device(index)) return p;
-    for (const auto& [t, q] : pairs)
-      if (p.is_alias_of(q)) return alias_storage(t.storage(), p);
+    for (const auto& [t, q] : pairs) if (p.is_alias_of(q)) return alias_storage(t.storage(), p);
     return wrap_physical(p, index);
   };
   for (size_t r = 0; r < op.return_alias.size(); r++) {

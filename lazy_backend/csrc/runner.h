@@ -175,8 +175,7 @@ struct Runner {
 
   void run(const Program::Launch& l, int32_t) {
     words.assign(l.args.size() + kScratch, 0);
-    for (size_t i = 0; i < l.args.size(); i++)
-      if (!captured || l.args[i].fixed()) words[i] = launch_word(l.args[i]);
+    for (size_t i = 0; i < l.args.size(); i++) if (!captured || l.args[i].fixed()) words[i] = launch_word(l.args[i]);
     check_driver(lazysched_launch(l.function, l.grid.data(), l.threads, l.shared, stream, pointers(words)), "a kernel's launch");
     if (captured) note_kernel(l);
   }
@@ -192,8 +191,7 @@ struct Runner {
   void run(const Program::Python& step, int32_t) {
     std::vector<std::optional<at::Tensor>> bytes(slots.size());
     std::vector<c10::Scalar> numbers;
-    for (auto s : step.slots)
-      if (slots[s]) bytes[s] = bytes_of(slots[s]);
+    for (auto s : step.slots) if (slots[s]) bytes[s] = bytes_of(slots[s]);
     for (const auto& v : trace->scalars) numbers.push_back(v.toScalar());
     step.run(bytes, numbers);
   }

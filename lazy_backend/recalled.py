@@ -1,0 +1,253 @@
+"""What one call of a function recorded, and how it is recorded again, for `replaying`. Imports torch, `ir_nodes` and parts below.
+
+A call is looked at when it has ended: which buffers were its arguments, which it found, which it made. Of those that it made some
+it returned, and each replay makes them anew; some it keeps somewhere (gradients), and each replay fills them anew where they are.
+"""
+
+from __future__ import annotations
+
+import gc
+import types
+from dataclasses import dataclass
+from typing import Any, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ir_nodes import BufferKind, Frame, Graph
+from lazy_backend import core
+from lazy_backend.entered import segments
+from lazy_backend.schema import ArgKind
+from lazy_backend.trace import Recording, to_graph
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device, torch.layout)
+
+
+class Refused(Exception):
+    """Why a function's calls cannot be recorded again."""
+
+
+def home(tensor: Tensor) -> int:
+    """Where the tensor's memory is known to the core."""
+    return tensor.untyped_storage().data_ptr()
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A tensor that the function returned: in memory that it made (``buffer`` of ``nbytes`` bytes), or in that of tensor argument
+    ``place``."""
+
+    buffer: int
+    nbytes: int
+    place: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def on(self, memory: Tensor) -> Tensor:
+        empty = torch.empty(0, dtype=self.dtype, device=memory.device)
+        return empty.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """What every call returns: an object, or a tensor that was there before."""
+
+    value: Any
+
+
+Leaf = Returned | Constant | int  # the number of a tensor argument that came back
+
+
+class Recorded:
+    """One call of a function: the recording, its arguments' homes, what it returned and `kept_elsewhere`.
+
+    Raises Refused where such a call cannot be recorded again.
+    """
+
+    def __init__(self, index: int, tensors: Sequence[Tensor], out: Any, kept: set[int], ops: int, ends: bool) -> None:
+        leaves, self.spec = pytree.tree_flatten(out)
+        self.index, self.ends = index, ends
+        self.trace: Recording = core.get().trace_for([], index)
+        self.graph: Graph = to_graph(self.trace, segments.calls)
+        if len(self.graph.nodes) != ops:
+            raise Refused("it records on several devices")
+        self.homes = [address for *_, address in self.trace.buffers()]
+        self.places = {home(tensor): place for place, tensor in reversed(list(enumerate(tensors)))}
+        self.check_ops()
+        self.check_inputs()
+        self.leaves = [self.leaf(one, tensors, kept) for one in leaves]
+
+    def number(self, tensor: Tensor) -> int:
+        """Of the tensor's memory in the recording, or -1."""
+        address = home(tensor)
+        return self.homes.index(address) if address in self.homes else -1
+
+    def check_ops(self) -> None:
+        for node in self.graph.nodes:
+            if node.target.startswith("lazysched::"):
+                raise Refused(f"it communicates with other ranks ({node.target}{at(node.frame)})")
+        kinds = [(kind, dtype) for kind, _, _, dtype in self.trace.args()]
+        if any(kind == ArgKind.HOST_SCALAR and dtype is not None for kind, dtype in kinds):
+            raise Refused("it takes a number from a tensor on the CPU; move the tensor to the device")
+
+    def check_inputs(self) -> None:
+        for buffer, address in zip(self.graph.buffers, self.homes):
+            if buffer.kind is BufferKind.INPUT and not buffer.live:
+                raise Refused(f"what it reads is gone when it ends{self.reader(buffer.index)}: it copies from the CPU, or replaces "
+                              "what it keeps; give the tensor as an argument, or write into it with copy_()")
+            if buffer.kind is BufferKind.FRESH and address in self.places:
+                raise Refused("an argument holds nothing yet")
+
+    def reader(self, buffer: int) -> str:
+        """Where a buffer is first used."""
+        for node in self.graph.nodes:
+            if any(value.buffer.index == buffer for value in node.inputs()):
+                return at(node.frame)
+        return ""
+
+    def leaf(self, one: Any, tensors: Sequence[Tensor], kept: set[int]) -> Leaf:
+        """How a replay gives what the function returned. Raises Refused."""
+        if not isinstance(one, Tensor):
+            return Constant(one)
+        for place, tensor in enumerate(tensors):
+            if one is tensor:
+                return place
+        if one.requires_grad:
+            raise Refused("it returns a tensor that has a gradient's graph; return tensor.detach()")
+        if type(one) is not Tensor or one.device != torch.device("lazysched", self.index):
+            raise Refused(f"it returns a {type(one).__name__} on {one.device}")
+        number, place = self.number(one), self.places.get(home(one), -1)
+        made = number >= 0 and self.graph.buffers[number].kind is BufferKind.FRESH
+        if not made and place < 0:
+            return Constant(one)
+        if one.is_conj() or one.is_neg():
+            raise Refused("it returns a tensor whose conjugation or sign is pending; return tensor.resolve_conj()")
+        if made and home(one) in kept:
+            raise Refused("it returns a tensor that it keeps, too; return tensor.clone()")
+        nbytes = self.graph.buffers[number].nbytes if made else 0
+        return Returned(number if made else -1, nbytes, place, one.dtype, tuple(one.shape), one.stride(), one.storage_offset())
+
+    def found(self) -> list[int]:
+        """Buffers that were there before and are no arguments."""
+        return [buffer.index for buffer in self.graph.buffers
+                if buffer.kind is not BufferKind.FRESH and self.homes[buffer.index] not in self.places]
+
+    def structure(self) -> tuple[Any, ...]:
+        ops = [(target, count, outs, n_outs, generator, segment)
+               for target, _, count, outs, n_outs, generator, _, _, _, segment in self.trace.instrs()]
+        buffers = [(buffer.nbytes, buffer.kind, buffer.live) for buffer in self.graph.buffers]
+        return ops, repr(self.trace.args()), self.trace.operands(), buffers
+
+    def check_same(self, before: Recorded) -> None:
+        """Raises Refused where the call before recorded something else."""
+        if self.structure() != before.structure():
+            raise Refused("its calls record different ops")
+        pairs = zip(before.trace.scalars(), self.trace.scalars(), strict=True)
+        for number, (old, new) in enumerate(pairs):
+            if repr(old) != repr(new):
+                raise Refused(f"a number changes from call to call, {old} to {new}{self.taker(number)}: make it a tensor on the device "
+                              "(optimizers: capturable=True or fused=True)")
+        for buffer in self.found():
+            if self.homes[buffer] != before.homes[buffer]:
+                raise Refused(f"what it reads lies elsewhere in every call{self.reader(buffer)}: write into the old tensor with copy_()")
+        for old, new in zip(before.leaves, self.leaves, strict=True):
+            if not same_leaf(old, new):
+                raise Refused("what it returns differs from call to call, or is an object that it makes; return tensors in tuples, "
+                              "lists or dicts")
+
+    def taker(self, scalar: int) -> str:
+        """Where a number is used."""
+        args = self.trace.args()
+        for node, (_, first, count, *_) in zip(self.graph.nodes, self.trace.instrs()):
+            for kind, start, length, _ in args[first : first + count]:
+                if kind >= ArgKind.SCALAR and start <= scalar < start + length:
+                    return at(node.frame)
+        return ""
+
+    def stretch(self) -> Stretch:
+        """What replays it."""
+        given = tuple((place, self.homes.index(address)) for address, place in self.places.items() if address in self.homes)
+        made = {leaf.buffer: leaf.nbytes for leaf in self.leaves if isinstance(leaf, Returned) and leaf.buffer >= 0}
+        for buffer in [*made, *(number for _, number in given)]:
+            self.trace.forget(buffer)
+        written = {write.value.buffer.index for node in self.graph.nodes for write in node.all_writes()}
+        others = frozenset(self.homes[buffer] for buffer in self.found())
+        changed = tuple(place for place, number in given if number in written)
+        return Stretch(self.trace, self.index, given, made, changed, others, tuple(self.leaves), self.spec, self.ends)
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """What one call recorded. ``given``: (tensor argument, buffer); ``made``: bytes of what it returned, by buffer; ``changed``:
+    arguments that it writes; ``others``: homes of memory that it found; ``ends``: a step ends with it."""
+
+    trace: Recording
+    index: int
+    given: tuple[tuple[int, int], ...]
+    made: dict[int, int]
+    changed: tuple[int, ...]
+    others: frozenset[int]
+    leaves: tuple[Leaf, ...]
+    spec: Any
+    ends: bool
+
+    def replay(self, tensors: Sequence[Tensor]) -> Any:
+        """Record it again; gives what it returned. Raises RuntimeError, with nothing recorded, where memory that it used is gone."""
+        device = torch.device("lazysched", self.index)
+        memory = {buffer: torch.empty(nbytes, dtype=torch.uint8, device=device) for buffer, nbytes in self.made.items()}
+        native = core.get()
+        full = native.again(self.trace, self.index, [*((number, tensors[place]) for place, number in self.given), *memory.items()])
+        for place in self.changed:
+            torch.autograd.graph.increment_version(tensors[place])
+        if full:
+            native.barrier(self.index, "limit", "LAZYSCHED_MAX_OPS or LAZYSCHED_MAX_PENDING_BYTES are reached")
+        return pytree.tree_unflatten([self.given_back(leaf, tensors, memory) for leaf in self.leaves], self.spec)
+
+    def given_back(self, leaf: Leaf, tensors: Sequence[Tensor], memory: dict[int, Tensor]) -> Any:
+        if isinstance(leaf, Constant):
+            return leaf.value
+        if isinstance(leaf, int):
+            return tensors[leaf]
+        return leaf.on(memory[leaf.buffer] if leaf.buffer >= 0 else tensors[leaf.place])
+
+
+def at(frame: Frame | None) -> str:
+    return f", {frame}" if frame else ""
+
+
+def same_leaf(old: Leaf, new: Leaf) -> bool:
+    if not (isinstance(old, Constant) and isinstance(new, Constant)):
+        return old == new
+    a, b = old.value, new.value
+    return a is b or (type(a) is type(b) and isinstance(a, _PLAIN) and repr(a) == repr(b))
+
+
+def kept_elsewhere(out: Any) -> set[int]:
+    """Homes of tensors in ``out``, what a function returned, that something else holds, too. Asked by who holds only ``out``."""
+    gc.collect()  # what only circles hold is nobody's
+    nodes: list[Any] = []
+    leaves = pytree.tree_leaves(out, is_leaf=lambda node: nodes.append(node) is not None)
+    groups: dict[int, list[Tensor]] = {}
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.device.type == "lazysched":
+            groups.setdefault(home(leaf), []).append(leaf)
+    ends = {id(leaf) for leaf in leaves}
+    allowed = {id(leaves), id(nodes)}
+    for node in nodes:  # the tuples, dicts and so on on the way to the leaves
+        if id(node) not in ends:
+            allowed |= {id(node), id(getattr(node, "__dict__", None))}
+    return {address for address, group in groups.items() if held_by_others(group, allowed)}
+
+
+def held_by_others(group: list[Tensor], allowed: set[int]) -> bool:
+    """Does anything but what is ``allowed`` hold the memory that these tensors share?"""
+    bases = {id(one._base): one._base for one in group if one._base is not None}
+    storage = group[0].untyped_storage()
+    if torch._C._storage_Use_Count(storage._cdata) > len({*map(id, group), *bases}) + 1:  # one for what Python shows of it
+        return True
+    allowed = allowed | {id(group), id(bases)}
+    holders = gc.get_referrers(*group, *bases.values())
+    return any(id(holder) not in allowed for holder in holders if not isinstance(holder, types.FrameType))

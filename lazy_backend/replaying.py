@@ -1,0 +1,202 @@
+"""`replayed(function)`: records again what a function recorded before, without its Python. Imports torch, `ir_nodes` and parts
+below it.
+
+What a small step or a decoded token costs is mostly Python: the model's, autograd's, the optimizer's. The promise that a user gives
+is that of CUDA graphs: the function has no effects but on tensors, and what it does follows from its arguments' layouts, from
+arguments that are no tensors, and from tensors that stay where they are (parameters, gradients, a cache). Unlike with CUDA graphs
+results are new tensors, arguments may lie anywhere, what is recorded around the function fuses with it, and it may be replayed
+inside one recording as often as one likes. Two calls are recorded and compared before one is replayed, so a function that does not
+keep the promise is most often found out, and runs as always.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Sequence, TypeVar
+
+import torch
+import torch._lazy
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ir_nodes import settings
+from lazy_backend import api, core, orders
+from lazy_backend.recalled import Recorded, Refused, Stretch, home, kept_elsewhere
+from lazy_backend.watched import Watched
+
+_TRIES = 8  # recordings of calls with arguments alike, before they run as always
+_FORGIVEN = 64  # replays, after which failures before count no more
+_KINDS_OF_CALLS = 64  # that are remembered; what was not called for the longest time goes first
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(slots=True)
+class Known:
+    """What is known of calls with arguments alike."""
+
+    calls: int = 0
+    tries: int = 0
+    served: int = 0
+    recorded: Recorded | None = None
+    stretch: Stretch | None = None
+    watched: Watched | None = None
+    state: list[Any] | None = None  # how the last call left what it found in modules and optimizers
+
+
+def replayed(function: F) -> F:
+    """``function``, a module or any callable, whose later calls with arguments alike record what an earlier one did, in
+    microseconds: no Python of it runs.
+
+    The first call runs as always, the next two are recorded and compared, and from the fourth on they are replayed. What a call
+    does to tensors (parameters, gradients, buffers, caches, generators) a replay does too, and it returns new tensors. Gradients
+    that a call leaves behind keep their memory, so call ``zero_grad()`` inside, and optimizers need ``capturable=True`` or
+    ``fused=True``, which keep their step counts on the device. Arguments alike are tensors of the same layouts and equal other
+    values. Calls run as always, and `torch._lazy.metrics` counts why (``ReplayRefused: ...``), where the function reads a value,
+    copies from the CPU, takes a number that changes, returns a tensor with a gradient's graph or replaces what it keeps; where
+    modules' modes, learning rates or gradients are not as the recorded call left them, it is recorded anew.
+    """
+    known: OrderedDict[Any, Known] = OrderedDict()
+    called = function.forward if isinstance(function, nn.Module) else function
+
+    @functools.wraps(called)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not may_replay():
+            return function(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        try:
+            one = known_of(known, (spec, mode(), *described(leaves)))
+        except (Refused, TypeError) as why:  # what has no hash tells nothing about its contents
+            note(str(why))
+            return function(*args, **kwargs)
+        if one.stretch is not None and one.watched is not None and one.watched.state() == one.state:
+            try:
+                return replay(one, one.stretch, tensors)
+            except RuntimeError as error:
+                note(str(error))
+        one.stretch = None
+        return run(function, args, kwargs, one, leaves, tensors)
+
+    return wrapper  # type: ignore[return-value]
+
+
+def may_replay() -> bool:
+    """Is this thread where recordings may be made and replayed?"""
+    return (not core.step_ends.put_off and settings.current().mode == "lazy" and settings.enabled("replay")
+            and not orders.asked() and torch._C._len_torch_dispatch_stack() == 0 and core.is_started())
+
+
+def mode() -> tuple[Any, ...]:
+    """What around a call decides what it records."""
+    autocast = torch.is_autocast_enabled("lazysched")
+    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), core.get().current_device(),
+            autocast and torch.get_autocast_dtype("lazysched"), autocast and torch.is_autocast_cache_enabled())
+
+
+def described(leaves: Sequence[Any]) -> list[Any]:
+    """What of arguments decides what is recorded. Raises Refused."""
+    found: list[Any] = []
+    homes: dict[int, int] = {}
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            found.append((type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf))
+            continue
+        if type(leaf) not in (Tensor, nn.Parameter) or leaf.device.type != "lazysched" or leaf.layout is not torch.strided:
+            raise Refused(f"an argument is a {type(leaf).__name__} on {leaf.device.type}: move it to the device before the call")
+        if leaf.requires_grad and torch.is_grad_enabled():
+            raise Refused("an argument requires a gradient: give it detached, or let the function find it as a parameter")
+        alias = homes.setdefault(home(leaf), len(homes))
+        found.append((leaf.dtype, leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.device, leaf.untyped_storage().nbytes(),
+                      alias, leaf.is_conj(), leaf.is_neg()))
+    return found
+
+
+def known_of(known: OrderedDict[Any, Known], key: Any) -> Known:
+    one = known.get(key)
+    if one is None:
+        one = known[key] = Known()
+        if len(known) > _KINDS_OF_CALLS:
+            known.popitem(last=False)
+    known.move_to_end(key)
+    return one
+
+
+def replay(one: Known, stretch: Stretch, tensors: Sequence[Tensor]) -> Any:
+    if any(home(tensor) in stretch.others for tensor in tensors):
+        raise RuntimeError("an argument is memory that the function also finds elsewhere")
+    out = stretch.replay(tensors)
+    if stretch.ends:
+        end_step()
+    one.served += 1
+    if one.served % _FORGIVEN == 0:
+        one.tries = 0
+    return out
+
+
+def run(function: Callable[..., Any], args: Any, kwargs: Any, one: Known, leaves: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
+    """Run the function, from the second call on between barriers, so that what it records can be told apart."""
+    one.calls += 1
+    if one.calls == 1 or one.tries >= _TRIES:
+        return function(*args, **kwargs)
+    one.tries += 1
+    for index in range(core.device_count()):
+        api.run_recorded(index, "mark_step", "lazy_backend.replayed() looks at what a function records")
+    watched = Watched(function, leaves)
+    same = one.watched is not None and watched.state() == one.state
+    numbers, host, before = watched.numbers(), watched.on_the_host(), api.stats()
+    core.step_ends.put_off, core.step_ends.asked = True, False
+    try:
+        out = function(*args, **kwargs)
+    except BaseException:
+        one.recorded = None
+        raise
+    finally:
+        core.step_ends.put_off = False
+    ends = core.step_ends.asked
+    try:
+        kept = kept_elsewhere(out)
+        recorded = looked_at(tensors, out, kept, before, ends)
+        if watched.numbers() != numbers:
+            raise Refused("it changes an optimizer's numbers (a learning rate); make them tensors on the device")
+        if watched.on_the_host() != host:
+            raise Refused("it changes tensors on the CPU (an optimizer's step counts); use capturable=True or fused=True")
+        if one.recorded is not None and not same:
+            one.recorded = None
+            note("modules' modes, gradients or learning rates changed between two calls; call zero_grad() inside")
+        elif one.recorded is not None:
+            recorded.check_same(one.recorded)
+            one.stretch, one.recorded = recorded.stretch(), None
+        else:
+            one.recorded = recorded
+    except Refused as why:
+        one.recorded = None
+        note(str(why))
+    one.watched, one.state = watched, watched.state()
+    if ends:
+        end_step()
+    if one.tries == _TRIES and one.stretch is None:
+        one.recorded = None
+        warnings.warn(f"lazysched: {getattr(function, '__qualname__', type(function).__name__)} is not replayed, "
+                      f"torch._lazy.metrics counts why (ReplayRefused: ...)", RuntimeWarning, stacklevel=3)
+    return out
+
+
+def end_step() -> None:
+    api.run_recorded(core.get().current_device(), "mark_step", "a step ended in a replayed function")
+    torch._lazy.run_step_closures()
+
+
+def looked_at(tensors: Sequence[Tensor], out: Any, kept: set[int], before: dict[str, Any], ends: bool) -> Recorded:
+    """What was recorded since ``before``, all of it by one call. Raises Refused."""
+    after = api.stats()
+    if any(after[name] != before[name] for name in ("flushes", "fallbacks")):
+        raise Refused("it reads a value, marks a step, or an op of it runs at once")
+    return Recorded(core.get().current_device(), tensors, out, kept, after["recorded"] - before["recorded"], ends)
+
+
+def note(why: str) -> None:
+    core.get().count(f"ReplayRefused: {why.splitlines()[0]}")

@@ -1,0 +1,100 @@
+"""What a function finds in modules and optimizers that decides what it records, for `replaying`. Imports torch only."""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any, Iterable, Iterator
+
+import torch
+from torch import nn
+
+_DEPTH, _ITEMS = 4, 256  # how far, and how many items of a collection, are looked at
+
+
+class Watched:
+    """The modules and optimizers within reach of a function: what it closes over, what it is a method of, globals that it names,
+    and its arguments."""
+
+    def __init__(self, function: Any, arguments: Iterable[Any]) -> None:
+        found = list(reachable([function, *arguments]))
+        self.modules = list(dict.fromkeys(module for one in found if isinstance(one, nn.Module) for module in one.modules()))
+        self.optimizers = [one for one in found if isinstance(one, torch.optim.Optimizer)]
+        self.slots = [(module._parameters, name) for module in self.modules for name in module._parameters]
+
+    def state(self) -> list[Any]:
+        """What has to be as it was when a call was recorded: modes, parameters and their gradients, the optimizers' numbers."""
+        found: list[Any] = [module.training for module in self.modules]
+        for holder, name in self.slots:
+            parameter = holder.get(name)
+            found.append(None if parameter is None else (id(parameter), parameter.requires_grad, id(parameter.grad)))
+        return found + self.numbers()
+
+    def numbers(self) -> list[Any]:
+        """Learning rates and the like; a tensor is the same as long as it is the same object."""
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        return [id(value) if isinstance(value, torch.Tensor) else value
+                for group in groups for name, value in group.items() if name != "params"]
+
+    def on_the_host(self) -> list[tuple[int, int]]:
+        """The optimizers' tensors on the CPU, and how often each was written."""
+        return [(id(value), value._version) for optimizer in self.optimizers for state in optimizer.state.values()
+                for value in (state.values() if isinstance(state, dict) else ())
+                if isinstance(value, torch.Tensor) and value.device.type == "cpu" and not value.is_inference()]
+
+
+def reachable(roots: Iterable[Any]) -> Iterator[Any]:
+    """Modules and optimizers, each once."""
+    todo, seen = [(root, 0) for root in roots], set()
+    while todo:
+        one, depth = todo.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, (nn.Module, torch.optim.Optimizer)):
+            yield one
+        elif depth < _DEPTH:
+            todo += [(child, depth + 1) for child in children(one)]
+
+
+def children(one: Any) -> Iterable[Any]:
+    """What an object leads to."""
+    if isinstance(one, functools.partial):
+        return [one.func, *one.args, *one.keywords.values()]
+    if isinstance(one, types.MethodType):
+        return [one.__self__, one.__func__]
+    if isinstance(one, types.FunctionType):
+        return names_of(one)
+    if isinstance(one, dict):
+        return list(one.values())[:_ITEMS]
+    if isinstance(one, (list, tuple, set, frozenset)):
+        return list(one)[:_ITEMS]
+    if isinstance(one, (type, types.ModuleType, torch.Tensor)):
+        return []
+    return list(getattr(one, "__dict__", {}).values())[:_ITEMS]
+
+
+def names_of(function: types.FunctionType) -> list[Any]:
+    """What a function closes over, its defaults, the globals that it names; nothing of PyTorch's own functions."""
+    if function.__module__ and function.__module__.split(".")[0] == "torch":
+        return []
+    cells = [cell.cell_contents for cell in function.__closure__ or () if has_contents(cell)]
+    named = {name for code in codes(function.__code__) for name in code.co_names}
+    known = [function.__globals__[name] for name in sorted(named) if name in function.__globals__]
+    return [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *known]
+
+
+def has_contents(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+def codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A function's code and that of the functions inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes(constant)
