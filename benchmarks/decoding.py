@@ -37,7 +37,7 @@ class Decoder:
     for every contestant."""
 
     def __init__(self, contestant: str, name: str, sizes: Sizes, batch: int) -> None:
-        self.way, _ = parts(contestant)
+        self.way, extras = parts(contestant)
         if self.way == "lazysched":
             import lazy_backend  # noqa: F401  (registers the device, in this contestant only)
         self.physical = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,6 +50,8 @@ class Decoder:
         self.run: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = self.forward
         if self.way in MODES:
             self.run = torch.compile(self.forward, mode=MODES[self.way], dynamic=False)
+        if "replay" in extras:
+            self.run = lazy_backend.replayed(self.forward)
 
     def new_cache(self) -> Any:
         """Its memory is there before anything is compiled, so that its addresses stay."""

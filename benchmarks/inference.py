@@ -29,7 +29,7 @@ from benchmarks.plot import draw
 from benchmarks.profiling import gpu_kernels, peak_on_gpu
 
 MODELS = ("gpt2", "llama")
-CONTESTANTS = ("eager", "compile", "reduce-overhead", "lazysched")
+CONTESTANTS = ("eager", "compile", "reduce-overhead", "lazysched", "lazysched+replay")
 Result = dict[str, Any]
 
 

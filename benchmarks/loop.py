@@ -1,7 +1,7 @@
 """One contestant's training loop of a model of the zoo. Imports torch, `benchmarks.models` and, for lazysched, lazy_backend.
 
 A contestant is a way to run, then what is added to it: ``compile+opt`` compiles the optimizer's step as well,
-``eager+fused`` uses PyTorch's own fused optimizer.
+``eager+fused`` uses PyTorch's own fused optimizer, ``lazysched+replay`` wraps the whole step in `lazy_backend.replayed`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from benchmarks.models import TASKS, Sizes
 
 MODES = {"compile": None, "reduce-overhead": "reduce-overhead", "max-autotune": "max-autotune-no-cudagraphs"}
 WAYS = ("eager", *MODES, "lazysched")
-EXTRAS = ("opt", "fused")
+EXTRAS = ("opt", "fused", "replay")
 
 
 def parts(contestant: str) -> tuple[str, set[str]]:
     """The way to run and what is added to it. Raises ValueError for names that are not known."""
     way, *extras = contestant.split("+")
-    if way not in WAYS or not set(extras) <= set(EXTRAS) or ("opt" in extras and way not in MODES):
-        raise ValueError(f"{contestant}: no such contestant. Ways: {', '.join(WAYS)}; added: +fused, and +opt for what compiles")
+    wrong = ("opt" in extras and way not in MODES) or ("replay" in extras and way != "lazysched")
+    if way not in WAYS or not set(extras) <= set(EXTRAS) or wrong:
+        raise ValueError(f"{contestant}: no such contestant. Ways: {', '.join(WAYS)}; added: +fused, +opt for what compiles, "
+                         "+replay for lazysched")
     return way, set(extras)
 
 
@@ -48,6 +50,11 @@ class Loop:
             self.forward = torch.compile(self.model, mode=MODES[self.way])
             if "opt" in self.extras:
                 self.update = torch.compile(self.optimizer.step, mode=MODES[self.way])
+        self.whole: Callable[..., Tensor] = self.on_device
+        if "replay" in self.extras:
+            import lazy_backend
+
+            self.whole = lazy_backend.replayed(self.on_device)
         self.generator = torch.Generator().manual_seed(1)
         self.batches = [self.draw() for _ in range(4)]
         self.number = 0
@@ -63,7 +70,8 @@ class Loop:
         if self.task.optimizer == "SGD":
             return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, fused=fused)
         # In CUDA graphs the step numbers have to be on the GPU.
-        capturable = self.physical == "cuda" and self.way == "reduce-overhead" and "opt" in self.extras
+        graphs = self.physical == "cuda" and self.way == "reduce-overhead" and "opt" in self.extras
+        capturable = graphs or ("replay" in self.extras and not fused)
         return torch.optim.AdamW(parameters, lr=3e-4, fused=fused, capturable=capturable)
 
     def draw(self) -> tuple[Tensor, ...]:
@@ -82,8 +90,11 @@ class Loop:
             self.number += 1
         if self.way == "reduce-overhead":
             torch.compiler.cudagraph_mark_step_begin()
+        return self.whole(*(one.to(self.device, non_blocking=True) for one in batch))
+
+    def on_device(self, *here: Tensor) -> Tensor:
+        """A step on a batch that is on the device."""
         self.optimizer.zero_grad()
-        here = [one.to(self.device, non_blocking=True) for one in batch]
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.task.precision == "autocast"):
             loss = self.forward(*here)
         loss.backward()

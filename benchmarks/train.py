@@ -36,7 +36,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "launch": {  # what launching costs, against CUDA graphs, with and without the optimizer's own fused kernel
         "models": ["mlp"], "steps": 100, "blocks": 5, "save": "launch",
         "contestants": ["eager", "eager+fused", "compile", "compile+fused", "compile+opt", "reduce-overhead",
-                        "reduce-overhead+fused", "reduce-overhead+opt", "lazysched", "lazysched+fused"]},
+                        "reduce-overhead+fused", "reduce-overhead+opt", "lazysched", "lazysched+fused", "lazysched+replay",
+                        "lazysched+fused+replay"]},
 }  # fmt: skip
 Result = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""Which segments a thread is in: entering one costs a few microseconds. Imports `barriers.segment` and `core`.
+"""Which segments a thread is in: entering one costs a few microseconds. Imports torch, `barriers.segment` and `core`.
 
 The core tags what it records with a number that is set here; `segments.calls` says what each number means.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import threading
 from types import ModuleType
+
+import torch
 
 from barriers.segment import Segment, Segments
 from lazy_backend import core

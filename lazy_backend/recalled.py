@@ -96,8 +96,8 @@ class Recorded:
     def check_inputs(self) -> None:
         for buffer, address in zip(self.graph.buffers, self.homes):
             if buffer.kind is BufferKind.INPUT and not buffer.live:
-                raise Refused(f"what it reads is gone when it ends{self.reader(buffer.index)}: it copies from the CPU, or replaces "
-                              "what it keeps; give the tensor as an argument, or write into it with copy_()")
+                raise Refused(f"what it reads is gone when it ends{self.reader(buffer.index)}: it copies from the CPU, or "
+                              "replaces what it keeps; give the tensor as an argument, or write into it with copy_()")
             if buffer.kind is BufferKind.FRESH and address in self.places:
                 raise Refused("an argument holds nothing yet")
 
@@ -148,15 +148,16 @@ class Recorded:
         pairs = zip(before.trace.scalars(), self.trace.scalars(), strict=True)
         for number, (old, new) in enumerate(pairs):
             if repr(old) != repr(new):
-                raise Refused(f"a number changes from call to call, {old} to {new}{self.taker(number)}: make it a tensor on the device "
-                              "(optimizers: capturable=True or fused=True)")
+                raise Refused(f"a number changes from call to call, {old} to {new}{self.taker(number)}: make it a tensor on "
+                              "the device (optimizers: capturable=True or fused=True)")
         for buffer in self.found():
             if self.homes[buffer] != before.homes[buffer]:
-                raise Refused(f"what it reads lies elsewhere in every call{self.reader(buffer)}: write into the old tensor with copy_()")
+                raise Refused(f"what it reads lies elsewhere in every call{self.reader(buffer)}: write into the old tensor "
+                              "with copy_()")
         for old, new in zip(before.leaves, self.leaves, strict=True):
             if not same_leaf(old, new):
-                raise Refused("what it returns differs from call to call, or is an object that it makes; return tensors in tuples, "
-                              "lists or dicts")
+                raise Refused("what it returns differs from call to call, or is an object that it makes; return tensors in "
+                              "tuples, lists or dicts")
 
     def taker(self, scalar: int) -> str:
         """Where a number is used."""
@@ -195,11 +196,14 @@ class Stretch:
     ends: bool
 
     def replay(self, tensors: Sequence[Tensor]) -> Any:
-        """Record it again; gives what it returned. Raises RuntimeError, with nothing recorded, where memory that it used is gone."""
+        """Record it again; gives what it returned.
+
+        Raises RuntimeError, with nothing recorded, where memory that it used is gone.
+        """
         device = torch.device("lazysched", self.index)
         memory = {buffer: torch.empty(nbytes, dtype=torch.uint8, device=device) for buffer, nbytes in self.made.items()}
-        native = core.get()
-        full = native.again(self.trace, self.index, [*((number, tensors[place]) for place, number in self.given), *memory.items()])
+        native, given = core.get(), [(number, tensors[place]) for place, number in self.given]
+        full = native.again(self.trace, self.index, [*given, *memory.items()])
         for place in self.changed:
             torch.autograd.graph.increment_version(tensors[place])
         if full:

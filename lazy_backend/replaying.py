@@ -1,12 +1,12 @@
 """`replayed(function)`: records again what a function recorded before, without its Python. Imports torch, `ir_nodes` and parts
 below it.
 
-What a small step or a decoded token costs is mostly Python: the model's, autograd's, the optimizer's. The promise that a user gives
-is that of CUDA graphs: the function has no effects but on tensors, and what it does follows from its arguments' layouts, from
-arguments that are no tensors, and from tensors that stay where they are (parameters, gradients, a cache). Unlike with CUDA graphs
-results are new tensors, arguments may lie anywhere, what is recorded around the function fuses with it, and it may be replayed
-inside one recording as often as one likes. Two calls are recorded and compared before one is replayed, so a function that does not
-keep the promise is most often found out, and runs as always.
+What a small step or a decoded token costs is mostly Python: the model's, autograd's, the optimizer's. The promise that a user
+gives is that of CUDA graphs: the function has no effects but on tensors, and what it does follows from its arguments' layouts,
+from arguments that are no tensors, and from tensors that stay where they are (parameters, gradients, a cache). Unlike with CUDA
+graphs results are new tensors, arguments may lie anywhere, what is recorded around the function fuses with it, and it may be
+replayed inside one recording as often as one likes. Two calls are recorded and compared before one is replayed, so a function
+that does not keep the promise is most often found out, and runs as always.
 """
 
 from __future__ import annotations
@@ -32,6 +32,16 @@ _TRIES = 8  # recordings of calls with arguments alike, before they run as alway
 _FORGIVEN = 64  # replays, after which failures before count no more
 _KINDS_OF_CALLS = 64  # that are remembered; what was not called for the longest time goes first
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A call's arguments; ``leaves``: all of them, out of their collections."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: list[Any]
+    tensors: list[Tensor]
 
 
 @dataclass(slots=True)
@@ -79,7 +89,7 @@ def replayed(function: F) -> F:
             except RuntimeError as error:
                 note(str(error))
         one.stretch = None
-        return run(function, args, kwargs, one, leaves, tensors)
+        return run(function, Given(args, kwargs, leaves, tensors), one)
 
     return wrapper  # type: ignore[return-value]
 
@@ -137,65 +147,78 @@ def replay(one: Known, stretch: Stretch, tensors: Sequence[Tensor]) -> Any:
     return out
 
 
-def run(function: Callable[..., Any], args: Any, kwargs: Any, one: Known, leaves: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
-    """Run the function, from the second call on between barriers, so that what it records can be told apart."""
+def run(function: Callable[..., Any], given: Given, one: Known) -> Any:
+    """Run the function; from the second call on look at what it records."""
     one.calls += 1
     if one.calls == 1 or one.tries >= _TRIES:
-        return function(*args, **kwargs)
+        return function(*given.args, **given.kwargs)
     one.tries += 1
-    for index in range(core.device_count()):
+    for index in range(core.device_count()):  # what it records is to be told apart
         api.run_recorded(index, "mark_step", "lazy_backend.replayed() looks at what a function records")
-    watched = Watched(function, leaves)
-    same = one.watched is not None and watched.state() == one.state
-    numbers, host, before = watched.numbers(), watched.on_the_host(), api.stats()
+    before = Before(function, given, one)
+    out, ends = apart(function, given, one)
+    try:
+        learn(one, before, Recorded(core.get().current_device(), given.tensors, out, kept_elsewhere(out), before.recorded(), ends))
+    except Refused as why:
+        one.recorded = None
+        note(str(why))
+    one.watched, one.state = before.watched, before.watched.state()
+    if ends:
+        end_step()
+    if one.tries == _TRIES and one.stretch is None:
+        name = getattr(function, "__qualname__", type(function).__name__)
+        warnings.warn(f"lazysched: {name} is not replayed; torch._lazy.metrics counts why (ReplayRefused: ...)", RuntimeWarning,
+                      stacklevel=3)
+    return out
+
+
+def apart(function: Callable[..., Any], given: Given, one: Known) -> tuple[Any, bool]:
+    """Run the function; what it returned, and whether it ended a step, which is put off."""
     core.step_ends.put_off, core.step_ends.asked = True, False
     try:
-        out = function(*args, **kwargs)
+        return function(*given.args, **given.kwargs), core.step_ends.asked
     except BaseException:
         one.recorded = None
         raise
     finally:
         core.step_ends.put_off = False
-    ends = core.step_ends.asked
-    try:
-        kept = kept_elsewhere(out)
-        recorded = looked_at(tensors, out, kept, before, ends)
-        if watched.numbers() != numbers:
+
+
+class Before:
+    """What held before a call: counters, and what it finds in modules and optimizers; as the last call left it?"""
+
+    def __init__(self, function: Callable[..., Any], given: Given, one: Known) -> None:
+        self.watched = Watched(function, given.leaves)
+        self.same = one.watched is not None and self.watched.state() == one.state
+        self.numbers, self.host = self.watched.numbers(), self.watched.on_the_host()
+        self.stats = api.stats()
+
+    def recorded(self) -> int:
+        """Ops recorded since. Raises Refused where they may not be all that the function did."""
+        after = api.stats()
+        if after["fallbacks"] != self.stats["fallbacks"] or after["flushes"] != self.stats["flushes"]:
+            raise Refused("it reads a value, marks a step, or an op of it runs at once")
+        if self.watched.numbers() != self.numbers:
             raise Refused("it changes an optimizer's numbers (a learning rate); make them tensors on the device")
-        if watched.on_the_host() != host:
+        if self.watched.on_the_host() != self.host:
             raise Refused("it changes tensors on the CPU (an optimizer's step counts); use capturable=True or fused=True")
-        if one.recorded is not None and not same:
-            one.recorded = None
-            note("modules' modes, gradients or learning rates changed between two calls; call zero_grad() inside")
-        elif one.recorded is not None:
-            recorded.check_same(one.recorded)
-            one.stretch, one.recorded = recorded.stretch(), None
-        else:
-            one.recorded = recorded
-    except Refused as why:
-        one.recorded = None
-        note(str(why))
-    one.watched, one.state = watched, watched.state()
-    if ends:
-        end_step()
-    if one.tries == _TRIES and one.stretch is None:
-        one.recorded = None
-        warnings.warn(f"lazysched: {getattr(function, '__qualname__', type(function).__name__)} is not replayed, "
-                      f"torch._lazy.metrics counts why (ReplayRefused: ...)", RuntimeWarning, stacklevel=3)
-    return out
+        return int(after["recorded"] - self.stats["recorded"])
+
+
+def learn(one: Known, before: Before, recorded: Recorded) -> None:
+    """Two calls one after the other that recorded the same can be replayed. Raises Refused."""
+    if one.recorded is None:
+        one.recorded = recorded
+    elif not before.same:
+        raise Refused("modules' modes, gradients or learning rates changed between two calls; call zero_grad() inside")
+    else:
+        recorded.check_same(one.recorded)
+        one.stretch, one.recorded = recorded.stretch(), None
 
 
 def end_step() -> None:
     api.run_recorded(core.get().current_device(), "mark_step", "a step ended in a replayed function")
     torch._lazy.run_step_closures()
-
-
-def looked_at(tensors: Sequence[Tensor], out: Any, kept: set[int], before: dict[str, Any], ends: bool) -> Recorded:
-    """What was recorded since ``before``, all of it by one call. Raises Refused."""
-    after = api.stats()
-    if any(after[name] != before[name] for name in ("flushes", "fallbacks")):
-        raise Refused("it reads a value, marks a step, or an op of it runs at once")
-    return Recorded(core.get().current_device(), tensors, out, kept, after["recorded"] - before["recorded"], ends)
 
 
 def note(why: str) -> None:

@@ -78,18 +78,18 @@ def names_of(function: types.FunctionType) -> list[Any]:
     """What a function closes over, its defaults, the globals that it names; nothing of PyTorch's own functions."""
     if function.__module__ and function.__module__.split(".")[0] == "torch":
         return []
-    cells = [cell.cell_contents for cell in function.__closure__ or () if has_contents(cell)]
-    named = {name for code in codes(function.__code__) for name in code.co_names}
+    cells = [cell.cell_contents for cell in function.__closure__ or () if is_full(cell)]
+    named = {name for code in codes(function.__code__) for name in code.co_names}  # of inner functions, too
     known = [function.__globals__[name] for name in sorted(named) if name in function.__globals__]
     return [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *known]
 
 
-def has_contents(cell: types.CellType) -> bool:
+def is_full(cell: types.CellType) -> bool:
+    """Has what a function closes over been given a value yet?"""
     try:
-        cell.cell_contents
+        return cell.cell_contents is not cell
     except ValueError:
         return False
-    return True
 
 
 def codes(code: types.CodeType) -> Iterator[types.CodeType]:
