@@ -158,7 +158,8 @@ def run(function: Callable[..., Any], given: Given, one: Known) -> Any:
     before = Before(function, given, one)
     out, ends = apart(function, given, one)
     try:
-        learn(one, before, Recorded(core.get().current_device(), given.tensors, out, kept_elsewhere(out), before.recorded(), ends))
+        ops, kept = before.recorded(), kept_elsewhere(out)
+        learn(one, before, Recorded(core.get().current_device(), given.tensors, out, kept, ops, ends))
     except Refused as why:
         one.recorded = None
         note(str(why))
