@@ -43,7 +43,7 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
         return merge_common(graph, remarks)
 
     def own_part(graph: Graph) -> Graph:
-        return read_own_part(graph, remarks)
+        return read_own_part(graph, remarks, kernels=partition is not None)
 
     def recompute(graph: Graph) -> Graph:
         if partition is not None:

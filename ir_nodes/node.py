@@ -161,7 +161,7 @@ class Node:
     instr: int = -1  # the recorded instruction it came from
     segment: SegmentCall | None = None  # the innermost one it was recorded in
     relaid: bool = False  # its layouts are the compiler's, not the recording's
-    changed: bool = False  # its op is the compiler's, which does a part of what the recorded one does
+    changed: bool = False  # its op is the compiler's, in place of the recorded one
     stage: int = 0  # nodes of different stages keep their order and share no kernel
     again: bool = False  # computes once more what another node has computed, for the nodes that follow it only
 

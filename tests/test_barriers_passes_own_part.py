@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from typing import Sequence
 
 import pytest
 import torch
 
 import lazy_backend.distributed.collectives  # noqa: F401  (defines the ops)
-from barriers.passes.own_part import read_own_part
+from barriers.passes.own_part import Window, along, apart, inside, read_own_part
 from barriers.pipeline import ordered_passes
 from ir_nodes import Access, BufferKind, Graph, Layout, settings
 from ir_nodes.node import Buffer
@@ -97,6 +98,41 @@ def test_one_op_that_reads_several_parts() -> None:
                          [Access(made, EIGHT, "w")])
     program.run()
     assert [read.value.buffer for read in program.graph.nodes[-1].reads] == [program.arrived, program.sent]
+
+
+def test_a_copy_of_all_parts_becomes_a_concatenation() -> None:
+    program = Program(1, [2, 3, 5, 3, 5])
+    program.wait()
+    made = program.graph.add_buffer(28, BufferKind.FRESH, True)
+    copy = program.graph.record("aten::clone", [Access(program.arrived, Layout(torch.float32, (7,), (1,), 1)), None],
+                                [Access(made, Layout.contiguous(torch.float32, (7,)), "w")])
+    program.run()
+    assert copy.target == "aten::cat.out" and copy.changed and copy.args[1] == 0
+    assert [(read.value.buffer, read.layout) for read in copy.reads] == [
+        (program.arrived, Layout(torch.float32, (2,), (1,), 1)), (program.sent, Layout(torch.float32, (5,), (1,), 3))]
+
+
+def test_along_finds_exactly_the_own_elements() -> None:
+    """Compared with the addresses of all elements, over random views."""
+    rng, found = random.Random(0), 0
+    for _ in range(3000):
+        size = tuple(rng.randint(1, 4) for _ in range(rng.randint(1, 3)))
+        layout = Layout.contiguous(torch.float32, size)
+        order = rng.sample(range(len(size)), len(size))
+        stride = tuple(layout.stride[at] * (2 if rng.random() < 0.2 else 1) for at in order)
+        layout = Layout(torch.float32, tuple(size[at] for at in order), stride, rng.randint(0, 3))
+        first = rng.randint(0, 12)
+        own = Window(4 * first, 4 * first + 4 * rng.randint(1, 12), 0)
+        if inside(layout, own) or apart(layout, own) or along(layout, own) is None:
+            continue
+        dim, start, end = along(layout, own) or (0, 0, 0)
+        places = torch.arange(200).as_strided(layout.size, layout.stride, layout.offset) * 4
+        mine = (places >= own.first) & (places < own.end)
+        wanted = torch.zeros_like(mine)
+        wanted.narrow(dim, start, end - start).fill_(True)
+        assert torch.equal(mine, wanted), (layout, own)
+        found += 1
+    assert found > 300
 
 
 def test_a_part_that_nobody_reads_is_not_copied_either() -> None:

@@ -56,6 +56,13 @@ def one_part_only(device: str, group: Group) -> list[torch.Tensor]:
     return [exchanged(mine(device, 4), group)[2 * part : 2 * part + 2] * 3 for part in (rank, 1 - rank)]
 
 
+def permuted(device: str, group: Group) -> list[torch.Tensor]:
+    """As tokens go to experts, and heads to ranks: a copy of all that arrives, in another order or type."""
+    arrived = exchanged(mine(device, 4, 3).cos(), group)
+    ordered = arrived.view(2, 2, 3).transpose(0, 1)
+    return [ordered.reshape(2, 6), ordered.to(torch.bfloat16).sin(), arrived[1:].clone()]
+
+
 def one_after_the_other(device: str, group: Group) -> list[torch.Tensor]:
     halves = exchanged(mine(device, 6, 2).sin(), group).chunk(2)
     back = exchanged(torch.cat([half.exp() for half in halves]), group).chunk(2)
@@ -138,6 +145,8 @@ def check_cases() -> None:
     for case in WITHOUT:
         compare(case, plain)
         assert left_out(), case.__name__
+    compare(permuted, plain)
+    assert (left_out() > 0) == (flush.engine_name() == "triton")  # whose kernels concatenate as well as they copy
     for case in WITH:
         compare(case, plain)
         assert not left_out(), case.__name__

@@ -58,7 +58,8 @@ def exchange(rng: random.Random, pool: list[torch.Tensor], group: Group) -> None
         pool.append(rng.choice(pool).cos())
         cut(rng, x)
         work.wait()
-        pool.append(torch.cat([arrived[2:], arrived[:2] * 2]))
+        parts = torch.cat([arrived[2:], arrived[:2] * 2])
+        pool.append(parts if rng.random() < 0.5 else arrived.view(2, 2).t().reshape(4))
     else:
         several = list(dict.fromkeys([x, rng.choice(pool)]))
         dist.all_reduce_coalesced(several, group=group)
@@ -111,7 +112,7 @@ def check() -> None:
         got = run(seed, "lazysched", None, scheduled)
         for index, (ours, theirs) in enumerate(zip(got, wanted, strict=True)):
             assert torch.equal(ours.cpu(), theirs), (seed, index, ours.cpu(), theirs)
-    assert seen.count("all_to_all_others") > 10
+    assert seen.count("all_to_all_others") > 5
 
 
 def test_random_programs_equal_gloo_under_any_schedule() -> None:

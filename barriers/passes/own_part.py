@@ -2,7 +2,8 @@
 parts.
 
 In an `all_to_all_single` each rank sends one part to itself: among few ranks much of what the exchange moves through memory.
-Where all who read that part of what arrives can read it in what was sent, the exchange leaves it out.
+Where all who read that part of what arrives can read it in what was sent, the exchange leaves it out. A copy of several ranks'
+parts becomes a concatenation of them.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Iterator, Sequence
 
 from barriers.footprint import SHORT, Footprint
+from barriers.passes.fold import is_copy
 from barriers.passes.rewrite import reread
 from ir_nodes import Graph, Layout, Node, Operand, Value
+from ir_nodes.node import Target
 from ir_nodes.ops import COLLECTIVE, info
 from ir_nodes.remarks import Remarks
 from ir_nodes.verify import reach
@@ -21,11 +24,12 @@ EXCHANGE, WITHOUT_OWN = "lazysched::all_to_all_single", "lazysched::all_to_all_o
 """The same exchange without each rank's own part. Ranks may differ in which one they start."""
 
 
-def read_own_part(graph: Graph, remarks: Remarks | None = None) -> Graph:
+def read_own_part(graph: Graph, remarks: Remarks | None = None, kernels: bool = True) -> Graph:
     """Let readers of a rank's own part of what an exchange brings read what was sent, where its memory still holds that, and
-    leave the part out of the exchange. Returns ``graph``. Linear in operands, but for a logarithm for each exchange."""
+    leave the part out of the exchange. ``kernels``: concatenations become kernels, so that one is as good as a copy. Returns
+    ``graph``. Linear in operands, but for a logarithm for each exchange."""
     starts = [node for node in graph.nodes if node.target == EXCHANGE]
-    return _Reader(graph, remarks or Remarks()).run(starts) if starts else graph
+    return _Reader(graph, remarks or Remarks(), kernels).run(starts) if starts else graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +42,8 @@ class Window:
 
 
 class _Reader:
-    def __init__(self, graph: Graph, remarks: Remarks) -> None:
-        self.graph, self.remarks = graph, remarks
+    def __init__(self, graph: Graph, remarks: Remarks, kernels: bool) -> None:
+        self.graph, self.remarks, self.kernels = graph, remarks, kernels
         self.place = {node: position for position, node in enumerate(graph.nodes)}
         self._footprint: Footprint | None = None
 
@@ -70,12 +74,15 @@ class _Reader:
             reason = self._why_not(reader, arrived, own)
             if reason:
                 return reason
-            if any(inside(operand.layout, own) for operand in operands(reader, arrived)):
+            if not all(apart(operand.layout, own) for operand in operands(reader, arrived)):
                 readers.append(reader)
         reason = self._keeps(sent.value, readers)
         if not reason:
             for reader in readers:
-                read_instead(reader, arrived, sent.value, own)
+                if is_copy(reader) and not inside(reader.reads[0].layout, own):
+                    concatenate(reader, sent.value, own)
+                else:
+                    read_instead(reader, arrived, sent.value, own)
             start.target, start.changed = WITHOUT_OWN, True
         return reason
 
@@ -91,7 +98,7 @@ class _Reader:
         for operand in operands(reader, arrived):
             if apart(operand.layout, own):
                 continue
-            if not inside(operand.layout, own):
+            if not inside(operand.layout, own) and not (self.kernels and can_concatenate(reader, own)):
                 return f"{reader.name} reads this rank's part together with others'"
             if info(reader.target).kind in COLLECTIVE:
                 return f"{reader.name} sends this rank's part on"
@@ -166,13 +173,56 @@ def apart(layout: Layout, own: Window) -> bool:
     return end <= own.first or own.end <= first
 
 
+def along(layout: Layout, own: Window) -> tuple[int, int, int] | None:
+    """The dimension that leads ``layout`` through several ranks' parts, and the indices between which it is in the own one."""
+    dim = max(range(len(layout.size)), key=lambda one: layout.stride[one] * (layout.size[one] > 1))
+    step, begin = layout.stride[dim] * layout.itemsize, layout.offset * layout.itemsize
+    beside = layout.itemsize * (1 + sum((n - 1) * s for at, (n, s) in enumerate(zip(layout.size, layout.stride)) if at != dim))
+    if beside > step:
+        return None
+    first = max(-((begin - own.first) // step), 0)
+    end = min((own.end - begin) // step + ((own.end - begin) % step >= beside), layout.size[dim])
+    cut_before = first > 0 and begin + (first - 1) * step + beside > own.first
+    cut_behind = end < layout.size[dim] and begin + end * step < own.end
+    return None if first >= end or cut_before or cut_behind else (dim, first, end)
+
+
+def can_concatenate(reader: Node, own: Window) -> bool:
+    """Does it only copy what it reads, part after part?"""
+    if not is_copy(reader):
+        return False
+    read, write = reader.reads[0].layout, reader.writes[0].layout
+    alike = read.dtype is write.dtype or read.dtype.is_floating_point and write.dtype.is_floating_point
+    return alike and along(read, own) is not None
+
+
+def concatenate(reader: Node, sent: Value, own: Window) -> None:
+    """Make ``reader``, a copy, one of the parts before this rank's, of its own in ``sent``, and of those behind it."""
+    arrived, layout = reader.reads[0].value, reader.reads[0].layout
+    found = along(layout, own)
+    assert found is not None, reader
+    dim, *bounds = found
+    parts: list[Operand] = []
+    for first, end in zip((0, *bounds), (*bounds, layout.size[dim])):
+        size = tuple(end - first if at == dim else n for at, n in enumerate(layout.size))
+        part = replace(layout, size=size, offset=layout.offset + first * layout.stride[dim])
+        parts += [Operand(sent, shifted(part, own)) if inside(part, own) else Operand(arrived, part)] if first < end else []
+    reader.target, reader.changed, reader.returns = "aten::cat.out", True, ()
+    reader.args, reader.reads = (tuple(parts), dim, Target(0)), tuple(parts)
+    sent.users[reader] = None
+
+
+def shifted(layout: Layout, own: Window) -> Layout:
+    return replace(layout, offset=layout.offset + own.shift // layout.itemsize)
+
+
 def read_instead(reader: Node, arrived: Value, sent: Value, own: Window) -> None:
     """Let ``reader`` read its own part of ``arrived`` in ``sent``."""
 
     def of(operand: Operand) -> Operand:
         if operand.value is not arrived or not inside(operand.layout, own):
             return operand
-        return Operand(sent, replace(operand.layout, offset=operand.layout.offset + own.shift // operand.layout.itemsize))
+        return Operand(sent, shifted(operand.layout, own))
 
     reread(reader, of)
     reader.relaid = reader.relaid or own.shift != 0
