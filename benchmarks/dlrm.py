@@ -159,7 +159,8 @@ def name_segments(model: Model) -> None:
     register_segment_backward_hook("overarch_bwd", "sdd_arrange")
 
 
-def contestants(options: argparse.Namespace) -> dict[str, Callable[[], Tensor | None]]:
+def contestants(options: argparse.Namespace) -> tuple[dict[str, Callable[[], Tensor | None]], dict[str, Trainer]]:
+    """What to measure, and the trainers of those that train."""
     physical, plain = launch.physical_device(), launch.plain_group(options.channels)
     eager, by_hand, alone = (Trainer(physical, options, plain) for _ in range(3))
     written, scheduled, policy, lazy_alone = (Trainer("lazysched", options, None) for _ in range(4))
@@ -174,7 +175,7 @@ def contestants(options: argparse.Namespace) -> dict[str, Callable[[], Tensor | 
         with scheduler:
             return step()
 
-    return {
+    runs: dict[str, Callable[[], Tensor | None]] = {
         "eager": eager.as_written,
         "hand-written": by_hand.by_hand,
         "lazysched": written.as_written,
@@ -184,15 +185,22 @@ def contestants(options: argparse.Namespace) -> dict[str, Callable[[], Tensor | 
         "eager alone": alone.computation,
         "lazysched alone": lazy_alone.computation,
     }
+    return runs, {"eager": eager, "hand-written": by_hand, "lazysched": written, SCHEDULED: scheduled, POLICY: policy}
 
 
-def check(runs: dict[str, Callable[[], Tensor | None]], options: argparse.Namespace) -> dict[str, list[float]]:
-    """The losses of four steps, which have to be eager's. What runs alone is not compared. Raises AssertionError."""
+def check(runs: dict[str, Callable[[], Tensor | None]], trainers: dict[str, Trainer],
+          options: argparse.Namespace) -> dict[str, list[float]]:
+    """The losses of four steps, which have to be eager's, and so, bit by bit, has what was exchanged for the fifth. What runs
+    alone is not compared. Raises AssertionError."""
     losses: dict[str, list[float]] = {}
-    for name in ALONE:
+    wanted = None
+    for name, trainer in trainers.items():
         losses[name] = [float(runs[name]().item()) for _ in range(4)]
         near = all(math.isclose(a, b, rel_tol=options.tolerance) for a, b in zip(losses[name], losses["eager"]))
         assert near, f"{name} trains to {losses[name]}, eager to {losses['eager']}"
+        got = trainer.features.cpu()
+        wanted = got if wanted is None else wanted  # eager is the first
+        assert torch.equal(got, wanted), f"{name} exchanges other features than eager"
     return losses
 
 
@@ -214,8 +222,8 @@ def measure(runs: dict[str, Callable[[], Tensor | None]], options: argparse.Name
 
 
 def worker(options: argparse.Namespace) -> None:
-    runs = contestants(options)
-    losses = check(runs, options)
+    runs, trainers = contestants(options)
+    losses = check(runs, trainers, options)
     taken = measure(runs, options)
     if dist.get_rank():
         return
