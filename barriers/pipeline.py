@@ -13,6 +13,7 @@ from typing import Callable, Sequence
 from barriers.passes.cse import merge_common
 from barriers.passes.dead import eliminate_dead
 from barriers.passes.fold import forward_copies
+from barriers.passes.hold_less import hold_less
 from barriers.passes.memory_budget import Unstored, fit_budget
 from barriers.passes.noops import eliminate_noops
 from barriers.passes.own_part import read_own_part
@@ -55,12 +56,15 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
     def peak_order(graph: Graph) -> Graph:
         return lower_peak(graph, lambda one: traffic(one, partition(one)) if partition is not None else 0, remarks)
 
+    def spare(graph: Graph) -> Graph:
+        return hold_less(graph, partition, remarks) if partition is not None else graph
+
     def memory_budget(graph: Graph) -> Graph:
         return fit_budget(graph, settings.current().memory_budget, partition, unstored, remarks)
 
     passes: tuple[tuple[str, Pass], ...] = (
         ("fold", fold), ("fold", eliminate_dead), ("cse", cse), ("own_part", own_part), ("recompute", recompute),
-        ("peak_order", peak_order),
+        ("peak_order", peak_order), ("hold_less", spare),
     )
     allowed = [step for name, step in passes if settings.enabled(name)]
     return [*allowed, memory_budget] if settings.current().memory_budget else allowed

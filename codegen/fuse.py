@@ -251,7 +251,7 @@ class Fuser:
         loads = [access for mode, access in unit.part.accesses() if mode == "r"]
         makers = dict.fromkeys(maker for access in loads for maker in self._makers.get(access.value, ()))
         vertical = sorted(makers, key=lambda maker: (-self._group[maker].root().level, maker.position))
-        if unit.node.again:  # it is there for those who follow it
+        if unit.node.again and unit.node.joins is None:  # it is there for those who follow it
             return [maker for maker in vertical if maker.node.again][:MAX_CANDIDATES]
         beside = [other for value in unit.makes for other in self._makers.get(value, ())][-1:] if self._horizontal else []
         return list(dict.fromkeys([*vertical, *beside]))[:MAX_CANDIDATES]
@@ -265,7 +265,7 @@ class Fuser:
         if isinstance(joint, str):
             return joint
         level = joint_level(other, group)
-        if level is None and other.totals and group.totals:
+        if level is None and (other.totals and group.totals or other.wants or group.wants):
             level = lifted_level(other, group)
         if level is None:
             return "what lies between them has to run between them"

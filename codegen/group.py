@@ -66,6 +66,7 @@ class Group:
     stores: dict[Value, None] = field(default_factory=dict)
     preds: dict["Group", None] = field(default_factory=dict)
     succs: dict["Group", None] = field(default_factory=dict)
+    wants: dict[Node, None] = field(default_factory=dict)  # nodes whose kernel it is to join; see `Node.joins`
     merged_into: "Group | None" = None
 
     @property
@@ -96,6 +97,8 @@ def new_group(unit: Unit, level: int, tuning: Tuning) -> Group:
     """The group of one unit."""
     group = Group([unit], level)
     part = unit.part
+    if unit.node.joins is not None:
+        group.wants[unit.node.joins] = None
     if part is not None:
         group.numel, group.reduced = part.numel, part.reduced
         group.split = part.reduces and not part.waits and tuning.splits(part) and settings.enabled("split")
@@ -106,7 +109,7 @@ def new_group(unit: Unit, level: int, tuning: Tuning) -> Group:
         for mode, access in part.accesses():
             if mode == "w":
                 group.stores[access.value] = None
-            elif not unit.node.again:  # computed again for those who follow it, it brings nobody else together
+            elif unit.node.joins is not None or not unit.node.again:  # made for those who follow it only
                 group.loads[access.value] = max(group.loads.get(access.value, 0), access.high - access.low)
         absorb(group, [unit])
     return group
@@ -189,6 +192,10 @@ def merge(left: Group, right: Group, joint: Joint, level: int) -> Group:
     else:
         absorb(left, right.units)
     left.units = joined
+    if left.wants or right.wants:
+        left.wants = dict.fromkeys(left.wants | right.wants)
+        for unit in joined:
+            left.wants.pop(unit.node, None)
     left.moved += right.moved
     left.stores.update(right.stores)
     for value, nbytes in right.loads.items():

@@ -43,6 +43,8 @@ def can_fuse(left: Group, right: Group) -> Joint | str:
         return "one of them is run by ATen"
     if left.stage != right.stage:
         return "the schedule keeps their segments apart"
+    if (left.wants or right.wants) and left.wants != right.wants and _belongs_elsewhere(left, right):
+        return "it is made again for another kernel"
     if len(left.units) + len(right.units) > MAX_NODES:
         return f"more than {MAX_NODES} nodes in one kernel"
     if left.draws and right.draws:
@@ -62,6 +64,12 @@ def can_fuse(left: Group, right: Group) -> Joint | str:
             return mixed
     apart = one_pass.refused(left, right) if joint.reduced is not None else None
     return apart or _memory_reason(left, right, joint) or _split_reason(left, right, joint) or joint
+
+
+def _belongs_elsewhere(left: Group, right: Group) -> bool:
+    """Does one of the two wait for a node that the other does not hold?"""
+    nodes = {unit.node for group in (left, right) for unit in group.units}
+    return any(node not in nodes for group in (left, right) for node in group.wants)
 
 
 def _distinct(left: Group, right: Group, joint: Joint | str) -> int:

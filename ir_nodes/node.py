@@ -164,6 +164,7 @@ class Node:
     changed: bool = False  # its op is the compiler's, in place of the recorded one
     stage: int = 0  # nodes of different stages keep their order and share no kernel
     again: bool = False  # computes once more what another node has computed, for the nodes that follow it only
+    joins: Node | None = field(default=None, repr=False)  # so it does, but in this node's kernel, which reads what that takes
 
     @property
     def name(self) -> str:

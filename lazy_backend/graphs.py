@@ -1,28 +1,34 @@
-"""Captures what a program launches as a CUDA graph. Imports torch and `lazy_backend.core` only.
+"""Captures what a program launches as a CUDA graph. Imports torch, `ir_nodes.settings` and `lazy_backend.core` only.
 
 PyTorch's own `torch.cuda.CUDAGraph` holds the capture: it gives the allocator a pool for what is taken meanwhile. Graphs that
 are captured for one stream share a pool, so that the intermediate results of one lie where those of another did: they never run
-at the same time. So nothing in it outlives a replay; a stretch's results lie elsewhere (csrc/graph.cpp).
+at the same time. So nothing in it outlives a replay; a stretch's results lie elsewhere (csrc/graph.cpp). A pool is one range of
+addresses that grows: what small values leave makes room for a large one, which pieces of memory of their own would not.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 import weakref
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 
+from ir_nodes import settings
 from lazy_backend import core
 
 SPARE = 16
 """The part of the GPU's memory, one over this, below which no graph is made."""
 LARGE = 1 << 28
 """Bytes of a graph's memory for which it pays to give cached memory back, which waits for the GPU and happens once a graph."""
+
+TRIED = 1 << 25
+"""Bytes that are mapped once, to see whether that works."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +62,11 @@ def capture(device: int, states: Sequence[torch.Generator], body: Callable[[int]
             for state in states:
                 graph.register_generator_state(state)
         with torch.cuda.stream(stream):
-            pool, before = pool_of(key), torch.cuda.memory_reserved()
+            ranged, pool, before = can_map(device), pool_of(key), torch.cuda.memory_reserved()
             graph.capture_begin(pool.handle, capture_error_mode="thread_local")
             try:
-                body(stream.cuda_stream)
+                with in_one_range() if ranged else contextlib.nullcontext():
+                    body(stream.cuda_stream)
                 graph.capture_end()
                 graph.instantiate()
             except BaseException:
@@ -68,6 +75,61 @@ def capture(device: int, states: Sequence[torch.Generator], body: Callable[[int]
         if torch.cuda.memory_reserved() - before >= LARGE:
             torch.cuda.empty_cache()  # else what the runs before had taken would lie idle beside the graph's memory
     return graph.raw_cuda_graph_exec(), partial(launch, graph, pool)
+
+
+@contextlib.contextmanager
+def in_one_range() -> Iterator[None]:
+    """PyTorch's allocator maps what it takes meanwhile into one range of addresses ("expandable segments"), where free neighbours
+    join. What else the user has set stays; where that can't be known or set, memory is taken as ever."""
+    before, change = allocator_settings(), change_allocator()
+    if before is None or change is None or not settings.enabled("static_plan"):
+        yield
+        return
+    try:
+        change(",".join([*before, "expandable_segments:True"]))
+    except (RuntimeError, ValueError) as error:
+        warnings.warn(f"lazysched: CUDA graphs take more memory than they need, for PyTorch's allocator says: {error}",
+                      RuntimeWarning, stacklevel=2)
+        yield
+        return
+    try:
+        yield
+    finally:
+        change(",".join([*before, "expandable_segments:False"]))
+
+
+@functools.cache
+def can_map(device: int) -> bool:
+    """Does a capture go well during which the allocator maps memory? Tried on a graph that holds nothing else."""
+    graph = torch.cuda.CUDAGraph()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is empty
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            with in_one_range():
+                torch.empty(TRIED, dtype=torch.uint8, device=torch.device("cuda", device))
+            graph.capture_end()
+        except RuntimeError:
+            abandon(graph, device, graph.pool())
+            return False
+    return True
+
+
+def allocator_settings() -> list[str] | None:
+    """What the user has told PyTorch's allocator, or None where that maps memory already, or is another allocator."""
+    if torch.cuda.get_allocator_backend() != "native":
+        return None
+    told = torch.cuda.memory._snapshot().get("allocator_settings", {})
+    if told.get("expandable_segments", True) or "PYTORCH_CUDA_ALLOC_CONF" not in told:
+        return None
+    parts = [part for part in str(told["PYTORCH_CUDA_ALLOC_CONF"]).split(",") if part.strip()]
+    return [part for part in parts if not part.strip().startswith("expandable_segments")]
+
+
+def change_allocator() -> Callable[[str], None] | None:
+    """PyTorch's function that tells its allocator other settings; its name has changed."""
+    names = ("_accelerator_setAllocatorSettings", "_cuda_cudaCachingAllocator_set_allocator_settings")
+    return next((getattr(torch._C, name) for name in names if hasattr(torch._C, name)), None)
 
 
 def make_room() -> None:

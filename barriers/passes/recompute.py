@@ -44,7 +44,7 @@ def recompute_cheap(graph: Graph, partition: Partition, remarks: Remarks | None 
     copied = _Recomputer(graph, before, remarks).run()
     if copied:
         after = partition(graph)
-        home, grows = _homes(after), traffic(graph, after) >= moved
+        home, grows = homes(after), traffic(graph, after) >= moved
         for one in copied:
             apart = len({home[node] for node in (*one.nodes, *one.users) if node in home}) > 1
             if grows or apart:
@@ -99,7 +99,7 @@ class _Recomputer:
     def __init__(self, graph: Graph, kernels: Sequence[tuple[tuple[Node, ...], bool]], remarks: Remarks) -> None:
         self.graph, self.kernels, self.remarks = graph, kernels, remarks
         self.place = {node: position for position, node in enumerate(graph.nodes)}
-        self.home = _homes(kernels)
+        self.home = homes(kernels)
         self.newer = {old: new for values in graph.values for old, new in zip(values, values[1:])}
         self.kept_until: dict[Value, int] = {}
         self.inserted: dict[int, list[Node]] = {}
@@ -291,7 +291,7 @@ def _same_elements(one: Layout, other: Layout) -> bool:
     return one == other or (plain and one.dtype is other.dtype and one.offset == other.offset and not one.flipped)
 
 
-def _homes(kernels: Sequence[tuple[tuple[Node, ...], bool]]) -> dict[Node, int]:
+def homes(kernels: Sequence[tuple[tuple[Node, ...], bool]]) -> dict[Node, int]:
     """The kernel of each node, -1 for one that is in several."""
     home: dict[Node, int] = {}
     for number, (nodes, _) in enumerate(kernels):

@@ -32,7 +32,7 @@ def reread(user: Node, instead: Callable[[Operand], Operand]) -> None:
         value.users[user] = None
 
 
-def clone(graph: Graph, node: Node, instead: Mapping[Value, Value], reader: Node) -> Node:
+def clone(graph: Graph, node: Node, instead: Mapping[Value, Value], reader: Node, joins: Node | None = None) -> Node:
     """The same op once more, into new memory, of other values in place of some. It belongs where ``reader`` does, for which it is
     made, and is not yet one of the graph's nodes."""
     writes = []
@@ -40,7 +40,8 @@ def clone(graph: Graph, node: Node, instead: Mapping[Value, Value], reader: Node
         buffer = graph.add_buffer(write.value.buffer.nbytes)
         writes.append(Write(Value(buffer, 1), write.layout, None, False))
         graph.values[buffer.index].append(writes[-1].value)
-    again = replace(node, writes=tuple(writes), again=True, segment=reader.segment, stage=reader.stage, index=reader.index)
+    again = replace(node, writes=tuple(writes), again=True, joins=joins, segment=reader.segment, stage=reader.stage,
+                    index=reader.index)
     for write in writes:
         write.value.producer = again
     redirect(again, instead)

@@ -1,0 +1,232 @@
+"""Values that wait in memory while the most is held are made again by kernels that read what they come from. Imports `ir_nodes`
+and `barriers` parts only.
+
+A product's gradient reads the product's operand, such as an activation function's result; the kernel of that function's gradient
+reads what the result came from, at about the same time. If that kernel runs first, it can write the result again for no more than
+the write, and nothing has to wait since forward. What it costs is bounded by a small part of the step's estimated time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Sequence
+
+from barriers.dependencies import needs, older_values
+from barriers.model import memory
+from barriers.passes.dead import eliminate_dead
+from barriers.passes.recompute import Copied, Partition, homes, is_cheap, sees_all, traffic
+from barriers.passes.rewrite import clone, redirect
+from ir_nodes import Graph, Node, Value
+from ir_nodes.estimate import CUDA, cost
+from ir_nodes.ops import COLLECTIVE, info
+from ir_nodes.remarks import Remarks
+
+PART = 1 / 160
+"""Of a step's estimated time, what all copies may take."""
+ENOUGH = 1 << 28
+"""Bytes: where less is held at most, nothing is done."""
+LEAST = 1 << 20
+"""Bytes of a value that is worth a copy."""
+SMALL = 16
+"""Operands that are smaller than the value by this factor may be read once more."""
+WIDEST = 12
+"""Ops that are copied for one value."""
+NEAR = 64
+"""Nodes between a value's late reader and the kernel that makes the value again."""
+
+Kernels = Sequence[tuple[tuple[Node, ...], bool]]
+
+
+def hold_less(graph: Graph, partition: Partition, remarks: Remarks | None = None) -> Graph:
+    """Lower the peak of memory by copies of cheap ops in kernels that read those ops' operands anyway. Numbers stay bit for bit,
+    for the same ops run on the same values. Orders that a schedule or collectives have a say in stay. Returns ``graph``."""
+    remarks = remarks or Remarks()
+    if not graph.nodes or max(memory(graph, graph.nodes)) < ENOUGH:
+        remarks.refused("hold_less", "", "hardly any memory is held")
+        return graph
+    if any(node.segment is not None or node.stage or info(node.target).kind in COLLECTIVE for node in graph.nodes):
+        remarks.refused("hold_less", "", "a schedule or collectives have a say in the order")
+        return graph
+    kernels, order = partition(graph), graph.nodes
+    holder = _Holder(graph, kernels)
+    made = holder.run()
+    if not made:
+        return graph
+    after = partition(graph)
+    home = homes(after)
+    for copied, joined in made:
+        if len({home.get(node, -1) for node in (*copied.nodes, joined)}) > 1:
+            copied.take_back()
+            remarks.refused("hold_less", copied.nodes[-1].name, "the copy would not join the kernel that reads its operands")
+        else:
+            remarks.did("hold_less", copied.nodes[-1].name, "it is made again by a late kernel instead of being kept")
+    eliminate_dead(graph)
+    if max(memory(graph, graph.nodes, unstored(graph, after))) >= holder.peak:
+        for copied, _ in made:
+            copied.take_back()
+        graph.nodes = order
+        remarks.refused("hold_less", "", "no less memory would be held at most")
+        eliminate_dead(graph)
+    return graph
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What could be made again: by the node ``maker`` and ``along`` with it, for the nodes ``late``, in the kernel ``number``."""
+
+    maker: Node
+    along: tuple[Node, ...]
+    late: tuple[Node, ...]
+    number: int
+
+
+class _Holder:
+    def __init__(self, graph: Graph, kernels: Kernels) -> None:
+        self.graph, self.kernels = graph, kernels
+        self.home = homes(kernels)
+        self.unseen = unstored(graph, kernels)
+        self.older = older_values(graph)
+        self.place = {node: position for position, node in enumerate(graph.nodes)}
+        held = memory(graph, graph.nodes, self.unseen)
+        self.here = max(range(len(held)), key=held.__getitem__)
+        self.peak = held[self.here]
+
+    def run(self) -> list[tuple[Copied, Node]]:
+        """The copies that were made, each with a node of the kernel that it is to join."""
+        found = [one for node in self.graph.nodes[: self.here] if (one := self._consider(node)) is not None]
+        found.sort(key=lambda one: (len(one.along), -self.place[one.late[0]]))  # what is simple, and of that what waits longest
+        left = PART * seconds(self.graph, self.kernels) if found else 0.0
+        made = []
+        for one in found:
+            takes = self._size(one.maker.writes[0].value) / CUDA.memory
+            if takes <= left and (copied := self._copy(one)) is not None:
+                made.append(copied)
+                left -= takes
+        return made
+
+    def _size(self, value: Value) -> int:
+        return 0 if value.buffer.index in self.unseen else value.buffer.nbytes
+
+    def _fused(self, node: Node) -> bool:
+        number = self.home.get(node, -1)
+        return number >= 0 and self.kernels[number][1]
+
+    def _consider(self, maker: Node) -> Found | None:
+        """How the result of ``maker`` could be made again after the peak; None where that can't be or brings nothing."""
+        if len(maker.writes) != 1 or not self._fused(maker) or not is_cheap(maker):
+            return None
+        value = maker.writes[0].value
+        if self._size(value) < LEAST or value.buffer.live or value is not self.graph.values[value.buffer.index][-1]:
+            return None
+        late = sorted((user for user in value.users if self.place[user] > self.here), key=self.place.__getitem__)
+        if not late or any(self.place[user] == self.here for user in value.users):
+            return None
+        behind = self._behind(maker)
+        if behind is None:
+            return None
+        along, leaves = behind
+        large = [leaf for leaf in leaves if SMALL * leaf.buffer.nbytes > value.buffer.nbytes]
+        if not large or not all(self._lasts(leaf) for leaf in leaves):
+            return None
+        first = max(large, key=lambda leaf: leaf.buffer.nbytes)
+        for number in dict.fromkeys(self.home.get(user, -1) for user in first.users if self.place[user] > self.here):
+            if self._may_join(number, large, late):
+                return Found(maker, tuple(along), tuple(late), number)
+        return None
+
+    def _behind(self, maker: Node) -> tuple[list[Node], list[Value]] | None:
+        """The nodes that make what ``maker`` needs and never reaches memory, in order, and what does that they need."""
+        along: dict[Node, None] = {}
+        leaves: dict[Value, None] = {}
+        waiting = [maker]
+        while waiting:
+            for read in waiting.pop().reads:
+                source = read.value.producer
+                if source is None or self._size(read.value):
+                    leaves[read.value] = None
+                elif not is_cheap(source) or not sees_all(read, source) or len(along) >= WIDEST:
+                    return None
+                elif source not in along:
+                    along[source] = None
+                    waiting.append(source)
+        return sorted(along, key=self.place.__getitem__), list(leaves)
+
+    def _lasts(self, value: Value) -> bool:
+        """Is ``value`` in memory after the peak, whatever happens here?"""
+        newer = (one.producer for one in self.graph.values[value.buffer.index] if one.version > value.version)
+        there = value.buffer.live or any(self.place[user] > self.here for user in value.users)
+        return there and all(node is None or self.place[node] > self.here for node in newer)
+
+    def _may_join(self, number: int, large: Sequence[Value], late: Sequence[Node]) -> bool:
+        """Does the kernel ``number`` read all of ``large``, near the first of ``late`` and none of them a part of it?"""
+        if number < 0 or not self.kernels[number][1]:
+            return False
+        nodes = self.kernels[number][0]
+        places = [self.place[node] for node in nodes]
+        reads = {read.value for node in nodes for read in node.reads}
+        near = max(places) - self.place[late[0]] <= NEAR and min(places) > self.here
+        return near and all(leaf in reads for leaf in large) and not any(user in nodes for user in late)
+
+    def _copy(self, found: Found) -> tuple[Copied, Node] | None:
+        kernel, first = self.kernels[found.number][0], self.place[found.late[0]]
+        leaves = {read.value for node in (*found.along, found.maker) for read in node.reads}
+        joined = min((node for node in kernel if any(read.value in leaves for read in node.reads)), key=self.place.__getitem__)
+        if not self._put_off(found.late, first, max(self.place[node] for node in kernel), set(kernel)):
+            return None
+        begin = self.place[joined]
+        if any(one.version > leaf.version and one.producer is not None and self.place[one.producer] < begin
+               for leaf in leaves for one in self.graph.values[leaf.buffer.index]):
+            return None  # overwritten by then
+        instead: dict[Value, Value] = {}
+        copies: list[Node] = []
+        for node in (*found.along, found.maker):
+            copies.append(clone(self.graph, node, instead, joined, joined))
+            instead.update((old.value, new.value) for old, new in zip(node.writes, copies[-1].writes))
+        mine = {write.value: instead[write.value] for write in found.maker.writes}
+        for user in found.late:
+            redirect(user, mine)
+        self.graph.nodes[begin:begin] = copies
+        self.place = {node: position for position, node in enumerate(self.graph.nodes)}
+        return Copied(copies, list(found.late), mine), joined
+
+    def _put_off(self, late: Sequence[Node], first: int, last: int, kernel: set[Node]) -> bool:
+        """Let the nodes ``late`` and what needs them run after the kernel, whose last node is at ``last``. False where it needs
+        them."""
+        if first > last:
+            return True
+        window = self.graph.nodes[first : last + 1]
+        waits = dict.fromkeys(node for node in late if self.place[node] <= last)
+        for node in window:
+            if any(other in waits for other, _, _ in needs(node, self.older)):
+                waits[node] = None
+        if any(node in kernel for node in waits):
+            return False
+        self.graph.nodes = [*self.graph.nodes[:first], *(node for node in window if node not in waits),
+                            *(node for node in window if node in waits), *self.graph.nodes[last + 1 :]]
+        self.place = {node: position for position, node in enumerate(self.graph.nodes)}
+        return True
+
+
+def unstored(graph: Graph, kernels: Kernels) -> set[int]:
+    """Buffers whose values never leave a kernel, or are made again by all who read them."""
+    homes: dict[Node, set[int]] = {}
+    for number, (nodes, fused) in enumerate(kernels):
+        for node in nodes if fused else ():
+            homes.setdefault(node, set()).add(number)
+    lasting = set(graph.outputs())
+    written: set[int] = set()
+    stored: set[int] = set()
+    for node in graph.nodes:
+        mine = homes.get(node, set())
+        for write in node.all_writes():
+            written.add(write.value.buffer.index)
+            if write.value in lasting or not mine or any(not homes.get(user) or homes[user] - mine for user in write.value.users):
+                stored.add(write.value.buffer.index)
+    return written - stored
+
+
+def seconds(graph: Graph, kernels: Kernels) -> float:
+    """What a GPU may take for all kernels."""
+    fused = [kernel for kernel in kernels if kernel[1]]
+    called = sum(cost(node, CUDA).seconds for nodes, one in kernels if not one for node in nodes)
+    return called + len(fused) * CUDA.launch + traffic(graph, fused) / CUDA.memory
