@@ -66,7 +66,7 @@ REDUCTIONS: dict[str, Lowered] = {
 """Keyed by `ir_nodes.node.Node.name`."""
 
 
-OPTIMIZERS: dict[str, Callable[[Node], list[Part]]] = {
+OPTIMIZERS: dict[str, Callable[[Node, int], list[Part]]] = {
     "_fused_adam_": optimizers.lower_adam, "_fused_adamw_": optimizers.lower_adam, "_fused_sgd_": optimizers.lower_sgd,
 }
 """Ops that update a list of parameters."""
@@ -122,7 +122,7 @@ def lower(node: Node, scratch: int, tuning: Tuning = HOPPER, known: Known | None
     if not node.writes or node.effects and node.name not in DRAWS:
         raise Unsupported("it has effects beyond its results")
     if node.name in OPTIMIZERS:
-        parts = OPTIMIZERS[node.name](node)
+        parts = OPTIMIZERS[node.name](node, scratch)
     elif node.name.startswith(PREFIX):
         parts = lower_foreach(node)
     else:

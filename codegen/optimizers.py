@@ -7,6 +7,8 @@ is stored. A step that found an infinity stores what was there before.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any, Callable
 
 import torch
@@ -20,13 +22,22 @@ from codegen.reductions import kept_layout, reduction
 from ir_nodes.layout import Layout
 from ir_nodes.node import Node, Operand, Value
 
+LARGE = 1 << 16
+"""Elements of a parameter from which on the two powers of its step count are taken once, by a part of their own, and not by every
+program: they took a third of the time of a large parameter's update."""
 
-def lower_adam(node: Node) -> list[Part]:
-    """`_fused_adam_` and `_fused_adamw_`: a part per parameter that has elements."""
-    return _lower(node, _adam)
+
+def lower_adam(node: Node, scratch: int) -> list[Part]:
+    """`_fused_adam_` and `_fused_adamw_`: a part per parameter that has elements, behind one for what large ones' step counts
+    make of the learning rate."""
+    large = [index for index, parameter in enumerate(arguments(node)["self"]) if math.prod(parameter.layout.size) >= LARGE]
+    held = scratch_value(scratch, 2 * 8 * max(len(large), 1), node)
+    counts = {index: Counted(held, 2 * place) for place, index in enumerate(large)}
+    first = [_counted(Update(node, arguments(node), index, ()), counts[index]) for index in large]
+    return first + _lower(node, lambda one: _adam(one, counts.get(one.index)))
 
 
-def lower_sgd(node: Node) -> list[Part]:
+def lower_sgd(node: Node, scratch: int) -> list[Part]:
     """`_fused_sgd_`: a part per parameter that has elements."""
     return _lower(node, _sgd)
 
@@ -37,22 +48,23 @@ def _lower(node: Node, update: Callable[["Update"], None]) -> list[Part]:
     parts = []
     for index, parameter in enumerate(args["self"]):
         if all(parameter.layout.size):
-            one = Update(node, args, index)
+            one = Update(node, args, index, parameter.layout.size)
             update(one)
             parts.append(one.lowering.part)
     return parts
 
 
 class Update:
-    """The update of parameter ``index``: its arguments, and what may be computed from them in the optimizer's dtype."""
+    """The update of parameter ``index``: its arguments, and what may be computed from them in the optimizer's dtype, over
+    elements of shape ``size``."""
 
-    def __init__(self, node: Node, args: dict[str, Any], index: int) -> None:
-        self._args, self._index = args, index
+    def __init__(self, node: Node, args: dict[str, Any], index: int, size: tuple[int, ...]) -> None:
+        self._args, self.index = args, index
         parameter = args["self"][index]
         if parameter.layout.dtype not in COMPUTABLE or not parameter.layout.dtype.is_floating_point:
             raise Unsupported(f"an optimizer of {str(parameter.layout.dtype).removeprefix('torch.')}")
         self.dtype = torch.float64 if parameter.layout.dtype is torch.float64 else torch.float32
-        self.lowering = Lowering(node, parameter.layout.size)
+        self.lowering = Lowering(node, size)
         self._positions = _positions(args, len(args["self"]))
         self._skip = self._found_inf()
 
@@ -69,10 +81,10 @@ class Update:
 
     def load(self, name: str) -> Instr:
         """This parameter's tensor of a list, as it is stored."""
-        operand = self._args[name][self._index]
+        operand = self._args[name][self.index]
         if not isinstance(operand, Operand):
             raise Unsupported(f"{name} without old contents")
-        like = self._args["self"][self._index].layout
+        like = self._args["self"][self.index].layout
         if operand.layout.size and (operand.layout.size, operand.layout.stride) != (like.size, like.stride):
             raise Unsupported("a parameter whose gradient or state lies otherwise in memory")
         return self.lowering.load(operand)
@@ -90,13 +102,13 @@ class Update:
         """Make ``value`` this parameter's tensor of a list, unless the step is to be skipped."""
         if self._skip is not None:
             value = self.compute("tl.where({0} == 1, {1}, {2})", self._skip, self.value(name), value)
-        self.lowering.write(self._positions[name] + self._index, value)
+        self.lowering.write(self._positions[name] + self.index, value)
 
     def gradient(self) -> Instr:
         """The gradient, divided by GradScaler's scale, which is stored then; negated where the objective is maximised."""
         gradient = self.value("grads")
         if self._args.get("grad_scale") is None:
-            self.lowering.write(self._positions["grads"] + self._index, self.load("grads"))  # unchanged, so nothing is stored
+            self.lowering.write(self._positions["grads"] + self.index, self.load("grads"))  # unchanged, so nothing is stored
         else:
             gradient = self.compute("@div({0}, {1})", gradient, self.number("grad_scale"))
             self.store("grads", gradient)
@@ -117,7 +129,33 @@ def _decayed(one: Update, gradient: Instr, parameter: Instr) -> Instr:
     return one.compute("tl.where({0} != 0, {1} + {2} * {0}, {1})", one.number("weight_decay"), gradient, parameter)
 
 
-def _adam(one: Update) -> None:
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Where a part leaves what follows from a step count, for others of its node: two numbers of ``value``, from ``place``."""
+
+    value: Value
+    place: int
+
+    def layout(self, number: int, dtype: torch.dtype) -> Layout:
+        return Layout(dtype, (), (), self.place + number)
+
+
+def _sizes(one: Update) -> tuple[Instr, Instr]:
+    """The size of an Adam step, and the root of the second moment's bias correction."""
+    rate, first, second = (one.number(name) for name in ("lr", "beta1", "beta2"))
+    step = one.value("state_steps")
+    correction = one.compute("1.0 - @pow({0}, {1})", first, step)
+    root = one.compute("@sqrt(1.0 - @pow({0}, {1}))", second, step)
+    return one.compute("@div({0}, {1})", rate, correction), root
+
+
+def _counted(one: Update, held: Counted) -> Part:
+    for number, value in enumerate(_sizes(one)):
+        one.lowering.store(held.value, held.layout(number, one.dtype), value)
+    return one.lowering.part
+
+
+def _adam(one: Update, held: Counted | None) -> None:
     decoupled = one.lowering.part.node.name.startswith("_fused_adamw")
     gradient, parameter = one.gradient(), one.value("self")
     rate, first, second = (one.number(name) for name in ("lr", "beta1", "beta2"))
@@ -132,11 +170,11 @@ def _adam(one: Update) -> None:
     largest = square
     if one.flag("amsgrad"):
         largest = one.compute("tl.where({0} < {1}, {1}, {0})", one.value("max_exp_avg_sqs"), square)
-    step = one.value("state_steps")
-    correction = one.compute("1.0 - @pow({0}, {1})", first, step)
-    root = one.compute("@sqrt(1.0 - @pow({0}, {1}))", second, step)
+    if held:
+        size, root = (one.lowering.load(Operand(held.value, held.layout(number, one.dtype))) for number in (0, 1))
+    else:
+        size, root = _sizes(one)
     divisor = one.compute("@div(@sqrt({0}), {1}) + {2}", largest, root, one.number("eps"))
-    size = one.compute("@div({0}, {1})", rate, correction)
     parameter = one.compute("{0} - @div({1} * {2}, {3})", parameter, size, mean, divisor)
     one.store("self", parameter)
     one.store("exp_avgs", mean)

@@ -140,3 +140,13 @@ def test_unscaling_finds_what_is_not_finite(odd: float | None, dtype: torch.dtyp
     if odd is not None:
         grads[2][3, 4] = odd
     check(program, torch.zeros(1), *grads, combos=True)
+
+
+def test_large_parameters_take_the_powers_of_their_step_counts_once() -> None:
+    graph = record(adam, *lists(4, sizes=((256, 256), (8,))))[0].graph
+    powers = [step.nodes for step in kernels(plan(graph)) if "libdevice.pow" in step.kernel.source]
+    wholes = [step for step in kernels(plan(graph)) if step.flat == 256 * 256]
+    assert len(powers) == 2 and len(wholes) == 1 and "pow" not in wholes[0].kernel.source
+    for changes in ADAMS.values():
+        count = 5 if changes.get("amsgrad") else 4
+        check(lambda *given, more=changes: adam(*given, **more), *lists(count, sizes=((256, 256), (8,))), combos=True)
