@@ -74,9 +74,7 @@ def stretches(steps: Sequence[Step], spans: Sequence[tuple[int, int]], plan: Mem
     """``spans``: the program steps that belong to each of ``steps``, its allocations and frees included."""
     out: list[Stretch] = []
     filled = set(plan.inputs)
-    left = frozenset[int]()
-    while torn := torn_apart(steps, runs(steps, left), graph) - left:
-        left |= torn
+    left = left_out(steps, graph)
     for first, last in runs(steps, left):
         if last - first >= SHORTEST and not steps[first].blocked and first not in left:
             part = stretch(steps, spans, plan, graph, range(first, last), filled)
@@ -87,6 +85,20 @@ def stretches(steps: Sequence[Step], spans: Sequence[tuple[int, int]], plan: Mem
             filled.update(steps[index].use.makes)
             filled.difference_update(plan.frees[index])
     return out
+
+
+def left_out(steps: Sequence[Step], graph: Graph) -> frozenset[int]:
+    """Steps that could be captured, but hand a seed to others that could not be in the same graph."""
+    left = frozenset[int]()
+    while torn := torn_apart(steps, runs(steps, left), graph) - left:
+        left |= torn
+    return left
+
+
+def capturable(steps: Sequence[Step], graph: Graph) -> list[tuple[int, int]]:
+    """The runs of steps that may become graphs; where there is none, an empty one."""
+    left = left_out(steps, graph)
+    return [(first, last) for first, last in runs(steps, left) if not steps[first].blocked and first not in left] or [(0, 0)]
 
 
 def runs(steps: Sequence[Step], left: frozenset[int] = frozenset()) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ from typing import Any, Callable, Mapping, Protocol, Sequence
 
 import torch
 
-from codegen.cuda_graph import blocked_call, scalars, stretches
+from codegen.cuda_graph import blocked_call, capturable, scalars, stretches
 from codegen.early import Known, cuts
 from codegen.memory_plan import Place, plan_memory
 from codegen.step_use import StepUse, node_use
@@ -183,7 +183,8 @@ def assemble(
     """Add ``steps`` to ``program`` with the allocations, frees, inputs and outputs that they need; ``graphs``: they may be
     replayed as CUDA graphs; ``donate``: inputs that nobody holds any more may be written over; ``seen``: what is known of the
     recording at which place, where steps may run before it has ended; ``refused`` is told why none does."""
-    plan = plan_memory(graph, [step.use for step in steps], temporaries, graphs, donate and not graphs)
+    plan = plan_memory(graph, [step.use for step in steps], temporaries, graphs, donate and not graphs,
+                       capturable(steps, graph) if graphs else ())
     placed: Any = Placed(program, plan.places) if plan.places else program
     ready: dict[int, int] = {}
     position = 0

@@ -11,12 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Iterable, NamedTuple, Sequence
 
-from codegen.static_plan import Piece, offsets, shared
+from codegen.static_plan import Piece, guests, offsets, shared
 from codegen.step_use import StepUse
 from ir_nodes import BufferKind, Graph, settings
 
 LITTLE = 1 << 20
 """Bytes that an arena may add to the peak."""
+GUEST = 1 << 16
+"""Bytes from which a value is placed where a result will be."""
 
 
 class Place(NamedTuple):
@@ -64,16 +66,21 @@ class MemoryPlan:
 
 
 def plan_memory(
-    graph: Graph, uses: Sequence[StepUse], temporaries: Sequence[int] = (), graphs: bool = False, donate: bool = True
-) -> MemoryPlan:
+    graph: Graph, uses: Sequence[StepUse], temporaries: Sequence[int] = (), graphs: bool = False, donate: bool = True,
+    runs: Sequence[tuple[int, int]] = (),
+) -> MemoryPlan:  # fmt: skip
     """Allocate at first use, free after last. ``temporaries``: bytes of each extra slot, which follow the buffers' slots.
     ``graphs``: runs of steps may be replayed as CUDA graphs, which have a pool of their own instead of an arena. ``donate``:
-    inputs that nobody holds any more may be written over: not where these may move from run to run under a CUDA graph.
+    inputs that nobody holds any more may be written over: not where these may move from run to run under a CUDA graph. ``runs``:
+    the steps of each CUDA graph that there may be, the first and the one behind the last; none: all may be in one.
 
     Live buffers are handed out at the end and never freed; inputs nobody holds any more are freed after their last use. An arena
-    is there from the first use of what lies in it to the last; it is left out where that would raise the peak.
+    is there from the first use of what lies in it to the last; it is left out where that would raise the peak. The results of a
+    CUDA graph have their memory all along, so what dies before one is made may lie there.
     """
     planner = Planner(graph, uses, temporaries, donate)
+    if graphs and settings.enabled("static_plan"):
+        planner.invite(runs or [(0, len(uses))])
     apart = planner.plan([])
     pieces = planner.pieces() if settings.enabled("static_plan") and not graphs else []
     if len(pieces) < 2:
@@ -95,10 +102,26 @@ class Planner:
         able = settings.enabled("inplace")
         self.taken, self.refused = shared(uses, graph.buffers, self.first, self.last, donate) if able else ({}, {})
         self.live = {buffer.index for buffer in graph.buffers if buffer.live}
+        self.guests: dict[int, int] = {}
         for new, slot in self.taken.items():
             self.last[slot] = max(self.last[slot], self.own_last[new])
             if new in self.live:
                 self.live.add(slot)
+
+    def invite(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Find values that can lie where results will be, both made in the same of the ``runs`` of steps: memory that
+        a CUDA graph finds filled has to stay where it is."""
+        fixed = {slot for use in self.uses for slot in (*use.makes, *(use.buffers if use.keeps else ()))}
+        home = {step: number for number, (begin, end) in enumerate(runs) for step in range(begin, end)}
+        sides: dict[int, tuple[list[Piece], list[Piece]]] = {}
+        for slot in self._slots():
+            if slot in self.taken or slot in fixed or self._is_input(slot) or self.sizes[slot] < GUEST:
+                continue
+            if self.first[slot] in home:
+                both = sides.setdefault(home[self.first[slot]], ([], []))
+                both[slot in self.live].append(Piece(slot, self.sizes[slot], self.first[slot], self.last[slot]))
+        for others, results in sides.values():
+            self.guests |= guests(others, results)
 
     def plan(self, pieces: Sequence[Piece]) -> MemoryPlan:
         """The plan with ``pieces`` in an arena."""
@@ -106,14 +129,15 @@ class Planner:
                           reused=len(self.taken), not_reused=tuple(self.refused.values()), kept=frozenset(self.live))
         placed, plan.arena = offsets(pieces)
         inside = {piece.slot for piece in pieces}
+        begin = {host: self.first[guest] for guest, host in self.guests.items()}
         for slot in self._slots():
             buffer = self.buffers[slot] if slot < len(self.buffers) else None
-            if slot in inside or slot in self.taken:
+            if slot in inside or slot in self.taken or slot in self.guests:
                 continue
             if buffer is not None and buffer.kind is BufferKind.INPUT:
                 plan.inputs.append(slot)
             elif slot not in self.uses[self.first[slot]].makes:
-                plan.allocs[self.first[slot]].append((slot, self.sizes[slot]))
+                plan.allocs[begin.get(slot, self.first[slot])].append((slot, self.sizes[slot]))
             if slot not in self.live:
                 plan.frees[self.last[slot]].append(slot)
         if pieces:
@@ -123,6 +147,7 @@ class Planner:
             plan.allocs[min(piece.first for piece in pieces)].append((arena, plan.arena))
             plan.frees[max(piece.last for piece in pieces)].append(arena)
             plan.places.update((slot, Place(arena, offset, self.sizes[slot])) for slot, offset in placed.items())
+        plan.places.update((guest, Place(host, 0, self.sizes[guest])) for guest, host in self.guests.items())
         for new, slot in self.taken.items():
             plan.places[new] = plan.places.get(slot, Place(slot, 0, self.sizes[slot]))
         return plan

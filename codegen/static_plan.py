@@ -1,5 +1,5 @@
-"""Places buffers in memory that others have left: over operands that die, and side by side in one arena. Imports `ir_nodes` and
-`codegen.step_use` only."""
+"""Places buffers in memory that others have left or do not need yet: over operands that die, where results will be, and side by
+side in one arena. Imports `ir_nodes` and `codegen.step_use` only."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from ir_nodes import Buffer, BufferKind
 
 ALIGNMENT = 256
 """What CUDA's allocator gives, and more than any kernel asks for."""
+SIZES = 4
+"""Sizes of hosts that are looked at for a guest."""
 
 
 def shared(
@@ -54,6 +56,24 @@ def shared(
                 continue
             refused.setdefault(new, reason)
     return taken, {new: reason for new, reason in refused.items() if new not in taken}
+
+
+def guests(pieces: Sequence[Piece], hosts: Sequence[Piece]) -> dict[int, int]:
+    """For pieces that end before one of the ``hosts`` begins and fit into it, that one's slot: at most one piece for each host.
+
+    What lives longest goes first. Of the hosts of a size the one that begins the soonest is taken.
+    """
+    free: dict[int, list[tuple[int, int]]] = {}  # (first step, slot) of each size
+    for host in hosts:
+        insort(free.setdefault(host.nbytes, []), (host.first, host.slot))
+    sizes, found = sorted(free), {}
+    for piece in sorted(pieces, key=lambda piece: (-piece.nbytes * (piece.last - piece.first), piece.slot)):
+        for size in sizes[bisect_left(sizes, piece.nbytes) :][:SIZES]:
+            place = bisect_left(free[size], (piece.last + 1, -1))
+            if place < len(free[size]):
+                found[piece.slot] = free[size].pop(place)[1]
+                break
+    return found
 
 
 @dataclass(frozen=True, slots=True)
