@@ -14,7 +14,7 @@ from typing import Sequence
 from barriers.dependencies import needs, older_values
 from barriers.model import memory
 from barriers.passes.dead import eliminate_dead
-from barriers.passes.recompute import Copied, Partition, homes, is_cheap, sees_all, traffic
+from barriers.passes.recompute import ROWS, Copied, Partition, homes, is_cheap, sees_all, traffic
 from barriers.passes.rewrite import clone, redirect
 from ir_nodes import Graph, Node, Value
 from ir_nodes.estimate import CUDA, cost
@@ -113,7 +113,7 @@ class _Holder:
 
     def _consider(self, maker: Node) -> Found | None:
         """How the result of ``maker`` could be made again after the peak; None where that can't be or brings nothing."""
-        if len(maker.writes) != 1 or not self._fused(maker) or not is_cheap(maker):
+        if not self._fused(maker) or not is_plain(maker):
             return None
         value = maker.writes[0].value
         if self._size(value) < LEAST or value.buffer.live or value is not self.graph.values[value.buffer.index][-1]:
@@ -144,7 +144,7 @@ class _Holder:
                 source = read.value.producer
                 if source is None or self._size(read.value):
                     leaves[read.value] = None
-                elif not is_cheap(source) or not sees_all(read, source) or len(along) >= WIDEST:
+                elif not is_plain(source) or not sees_all(read, source) or len(along) >= WIDEST:
                     return None
                 elif source not in along:
                     along[source] = None
@@ -205,6 +205,11 @@ class _Holder:
                             *(node for node in window if node in waits), *self.graph.nodes[last + 1 :]]
         self.place = {node: position for position, node in enumerate(self.graph.nodes)}
         return True
+
+
+def is_plain(node: Node) -> bool:
+    """Is it a cheap op that takes each element by itself? A reduction would take registers from the kernel that it joins."""
+    return is_cheap(node) and len(node.writes) == 1 and info(node.target).kind not in ROWS
 
 
 def unstored(graph: Graph, kernels: Kernels) -> set[int]:

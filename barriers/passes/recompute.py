@@ -28,7 +28,7 @@ WIDEST = 40
 """Ops that are looked at for one kernel."""
 _ELEMENTWISE = ("pointwise", "fill")
 _COPIES = ("copy_", "clone", "_to_copy", "contiguous")
-_ROWS = ("softmax", "normalization", "reduction")
+ROWS = ("softmax", "normalization", "reduction")
 
 
 def recompute_cheap(graph: Graph, partition: Partition, remarks: Remarks | None = None) -> Graph:
@@ -245,14 +245,14 @@ class Space:
 
     @staticmethod
     def of(nodes: Sequence[Node]) -> Space:
-        rows = [node for node in nodes if info(node.target).kind in (*_ROWS, "loss")]
+        rows = [node for node in nodes if info(node.target).kind in (*ROWS, "loss")]
         sizes = [part.layout.numel for node in nodes for part in (*node.reads, *node.writes)]
         return Space(max(sizes), frozenset(write.layout.numel for node in rows for write in node.writes), bool(rows))
 
     def holds(self, node: Node) -> bool:
         """May a copy of ``node`` share the kernel?"""
         largest = max(part.layout.numel for part in (*node.reads, *node.writes))
-        if info(node.target).kind in _ROWS:
+        if info(node.target).kind in ROWS:
             return self.reduces and largest == self.numel
         return node.writes[0].layout.numel in (self.numel, *self.kept)
 
@@ -264,7 +264,7 @@ def is_cheap(node: Node) -> bool:
         return False
     if not all(write.base is None and write.layout.covers(write.value.buffer.nbytes) for write in node.writes):
         return False
-    if row.kind in _ROWS:
+    if row.kind in ROWS:
         return node.reads[0].layout.is_contiguous and reduces_rows(node)
     return row.kind in _ELEMENTWISE or row.name in _COPIES
 
