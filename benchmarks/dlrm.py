@@ -256,12 +256,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", help="of the over-arch; bfloat16, small: float32")
     parser.add_argument("--channels", type=int, default=0,
                         help="of NCCL's at most, for all: each takes a multiprocessor from what runs beside it; 0: its choice")
-    parser.add_argument("--steps", type=int, help="in a row; 10, small: 2")
+    parser.add_argument("--steps", type=int, help="in a row; 40, small: 2")
     parser.add_argument("--rounds", type=int, help="of all contestants; 15, small: 5")
     parser.add_argument("--no-save", action="store_true")
     options = parser.parse_args(arguments)
     sizes = {"batch": (32768, 512), "rows": (100_000, 1000), "dim": (128, 16), "width": (2048, 128),
-             "dtype": ("bfloat16", "float32"), "steps": (10, 2), "rounds": (15, 5)}
+             "dtype": ("bfloat16", "float32"), "steps": (40, 2), "rounds": (15, 5)}
     for name, (big, small) in sizes.items():
         if getattr(options, name) is None:
             setattr(options, name, small if options.small else big)

@@ -183,7 +183,7 @@ class Model(torch.nn.Module):
         return self.compute(x), features
 
 
-def train(device: str, group: Group, prepare: Callable[[Model], None] = lambda model: None) -> list[float]:
+def train(device: str, group: Group, prepare: Callable[[Model], None] = lambda model: None) -> torch.Tensor:
     torch.manual_seed(0)
     model = Model().to(device)
     prepare(model)
@@ -195,7 +195,7 @@ def train(device: str, group: Group, prepare: Callable[[Model], None] = lambda m
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return losses
+    return torch.tensor(losses)  # float32, as they were computed: other orders of summation are other last bits
 
 
 def check_schedules() -> None:
