@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import types
+import weakref
 from dataclasses import dataclass
 from typing import Any, Sequence
 
@@ -47,18 +48,44 @@ class Returned:
     offset: int
 
     def on(self, memory: Tensor) -> Tensor:
+        if memory.dtype is self.dtype:
+            return memory.as_strided(self.size, self.stride, self.offset)
         empty = torch.empty(0, dtype=self.dtype, device=memory.device)
         return empty.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True, slots=True)
+class Found:
+    """A tensor that was there before, or with a ``layout`` a view of it. Not kept alive: who replaces it is to be noticed."""
+
+    tensor: weakref.ref[Tensor]
+    address: int
+    layout: tuple[tuple[int, ...], tuple[int, ...], int] | None
+
+    @staticmethod
+    def of(one: Tensor) -> Found:
+        base = one._base
+        if base is None:
+            return Found(weakref.ref(one), home(one), None)
+        if base.dtype is not one.dtype:
+            raise Refused("it returns a view of other dtype; return tensor.clone()")
+        return Found(weakref.ref(base), home(one), (tuple(one.shape), one.stride(), one.storage_offset()))
+
+    def again(self) -> Tensor:
+        tensor = self.tensor()
+        if tensor is None:
+            raise RuntimeError("a tensor that it returned is gone")
+        return tensor if self.layout is None else tensor.as_strided(*self.layout)
+
+
+@dataclass(frozen=True, slots=True)
 class Constant:
-    """What every call returns: an object, or a tensor that was there before."""
+    """An object that every call returns."""
 
     value: Any
 
 
-Leaf = Returned | Constant | int  # the number of a tensor argument that came back
+Leaf = Returned | Found | Constant | int  # the number of a tensor argument that came back
 
 
 class Recorded:
@@ -122,7 +149,7 @@ class Recorded:
         number, place = self.number(one), self.places.get(home(one), -1)
         made = number >= 0 and self.graph.buffers[number].kind is BufferKind.FRESH
         if not made and place < 0:
-            return Constant(one)
+            return Found.of(one)
         if one.is_conj() or one.is_neg():
             raise Refused("it returns a tensor whose conjugation or sign is pending; return tensor.resolve_conj()")
         if made and home(one) in kept:
@@ -202,13 +229,15 @@ class Stretch:
         """
         device = torch.device("lazysched", self.index)
         memory = {buffer: torch.empty(nbytes, dtype=torch.uint8, device=device) for buffer, nbytes in self.made.items()}
+        found = [leaf.again() if isinstance(leaf, Found) else None for leaf in self.leaves]
         native, given = core.get(), [(number, tensors[place]) for place, number in self.given]
         full = native.again(self.trace, self.index, [*given, *memory.items()])
         for place in self.changed:
             torch.autograd.graph.increment_version(tensors[place])
         if full:
             native.barrier(self.index, "limit", "LAZYSCHED_MAX_OPS or LAZYSCHED_MAX_PENDING_BYTES are reached")
-        return pytree.tree_unflatten([self.given_back(leaf, tensors, memory) for leaf in self.leaves], self.spec)
+        made = [old if old is not None else self.given_back(leaf, tensors, memory) for leaf, old in zip(self.leaves, found)]
+        return pytree.tree_unflatten(made, self.spec)
 
     def given_back(self, leaf: Leaf, tensors: Sequence[Tensor], memory: dict[int, Tensor]) -> Any:
         if isinstance(leaf, Constant):
@@ -223,6 +252,8 @@ def at(frame: Frame | None) -> str:
 
 
 def same_leaf(old: Leaf, new: Leaf) -> bool:
+    if isinstance(old, Found) and isinstance(new, Found):
+        return (old.address, old.layout) == (new.address, new.layout)
     if not (isinstance(old, Constant) and isinstance(new, Constant)):
         return old == new
     a, b = old.value, new.value

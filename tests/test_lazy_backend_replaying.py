@@ -6,9 +6,11 @@ from typing import Iterator
 
 import pytest
 import torch
+from hypothesis import given, settings
 from torch import Tensor
 
 import lazy_backend
+from tests import programs
 from tests.replays import DEVICE, Counted, inputs
 
 
@@ -86,3 +88,26 @@ def test_draws_go_on() -> None:
     torch.manual_seed(3)
     for mine, x in zip(found, inputs(DEVICE, 6)):
         assert torch.equal(mine, noise(x).cpu())
+
+
+@settings(max_examples=25, deadline=None)
+@given(programs.steps(barriers=False, max_size=14))
+def test_random_programs(program: list[programs.Step]) -> None:
+    """On arguments and on tensors of its own, both changed in place; what it returns may be, or see, either."""
+
+    def calls(device: str, wrap: bool) -> list[list[Tensor]]:
+        own = programs.inputs(device)[3:]
+        function = lazy_backend.replayed(lambda *given: programs.interpret(program, [*given, *own])) if wrap else None
+        found = []
+        for number in range(6):
+            given = [one + number for one in programs.inputs(device)[:3]]
+            results = function(*given) if function else programs.interpret(program, [*given, *own])
+            for one in results[::2]:  # writes through what was returned reach what it sees, and nothing else
+                if not any(stride == 0 for stride in one.stride()):
+                    one.add_(0.125)
+            found.append([one.cpu().clone() for one in (*results, *given, *own)])
+        return found
+
+    for mine, theirs in zip(calls(DEVICE, True), calls("cpu", False), strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b, equal_nan=True)
