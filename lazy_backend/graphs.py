@@ -63,15 +63,15 @@ def capture(device: int, states: Sequence[torch.Generator], body: Callable[[int]
                 graph.register_generator_state(state)
         with torch.cuda.stream(stream):
             ranged, pool, before = can_map(device), pool_of(key), torch.cuda.memory_reserved()
-            graph.capture_begin(pool.handle, capture_error_mode="thread_local")
-            try:
-                with in_one_range() if ranged else contextlib.nullcontext():
+            with in_one_range() if ranged else contextlib.nullcontext():
+                graph.capture_begin(pool.handle, capture_error_mode="thread_local")
+                try:
                     body(stream.cuda_stream)
-                graph.capture_end()
-                graph.instantiate()
-            except BaseException:
-                abandon(graph, device, pool.handle)
-                raise
+                    graph.capture_end()
+                    graph.instantiate()
+                except BaseException:
+                    abandon(graph, device, pool.handle)
+                    raise
         if torch.cuda.memory_reserved() - before >= LARGE:
             torch.cuda.empty_cache()  # else what the runs before had taken would lie idle beside the graph's memory
     return graph.raw_cuda_graph_exec(), partial(launch, graph, pool)
@@ -102,12 +102,11 @@ def in_one_range() -> Iterator[None]:
 def can_map(device: int) -> bool:
     """Does a capture go well during which the allocator maps memory? Tried on a graph that holds nothing else."""
     graph = torch.cuda.CUDAGraph()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), in_one_range():
         warnings.simplefilter("ignore")  # that it is empty
         graph.capture_begin(capture_error_mode="thread_local")
         try:
-            with in_one_range():
-                torch.empty(TRIED, dtype=torch.uint8, device=torch.device("cuda", device))
+            torch.empty(TRIED, dtype=torch.uint8, device=torch.device("cuda", device))
             graph.capture_end()
         except RuntimeError:
             abandon(graph, device, graph.pool())
