@@ -25,7 +25,8 @@ from torch.utils import _pytree as pytree
 
 from ir_nodes import settings
 from lazy_backend import api, core, orders
-from lazy_backend.recalled import Recorded, Refused, Stretch, home, kept_elsewhere
+from lazy_backend.recalled import Recorded, Stretch
+from lazy_backend.returned import Refused, home, kept_elsewhere
 from lazy_backend.watched import Watched
 
 _TRIES = 8  # recordings of calls with arguments alike, before they run as always
@@ -54,6 +55,7 @@ class Known:
     recorded: Recorded | None = None
     stretch: Stretch | None = None
     watched: Watched | None = None
+    trains: bool = True  # may autograd or an optimizer run in it?
     state: list[Any] | None = None  # how the last call left what it found in modules and optimizers
 
 
@@ -83,7 +85,7 @@ def replayed(function: F) -> F:
         except (Refused, TypeError) as why:  # what has no hash tells nothing about its contents
             note(str(why))
             return function(*args, **kwargs)
-        if one.stretch is not None and one.watched is not None and one.watched.state() == one.state:
+        if one.stretch is not None and one.watched is not None and one.watched.state(one.trains) == one.state:
             try:
                 return replay(one, one.stretch, tensors)
             except RuntimeError as error:
@@ -163,7 +165,9 @@ def run(function: Callable[..., Any], given: Given, one: Known) -> Any:
     except Refused as why:
         one.recorded = None
         note(str(why))
-    one.watched, one.state = before.watched, before.watched.state()
+    one.watched = before.watched
+    one.trains = one.stretch is None or one.stretch.trains or bool(one.watched.optimizers)
+    one.state = one.watched.state(one.trains)
     if ends:
         end_step()
     if one.tries == _TRIES and one.stretch is None:
@@ -190,7 +194,7 @@ class Before:
 
     def __init__(self, function: Callable[..., Any], given: Given, one: Known) -> None:
         self.watched = Watched(function, given.leaves)
-        self.same = one.watched is not None and self.watched.state() == one.state
+        self.same = one.watched is not None and self.watched.state(one.trains) == one.state
         self.numbers, self.host = self.watched.numbers(), self.watched.on_the_host()
         self.stats = api.stats()
 

@@ -22,13 +22,17 @@ class Watched:
         self.optimizers = [one for one in found if isinstance(one, torch.optim.Optimizer)]
         self.slots = [(module._parameters, name) for module in self.modules for name in module._parameters]
 
-    def state(self) -> list[Any]:
-        """What has to be as it was when a call was recorded: modes, parameters and their gradients, the optimizers' numbers."""
+    def state(self, trains: bool) -> list[Any]:
+        """What has to be as it was when a call was recorded: modes and parameters; where the function ``trains``, gradients and
+        the optimizers' numbers, too. Asked before every replay: 0.1 us a module or parameter, 0.3 us for one that trains."""
+        parameters = [holder.get(name) for holder, name in self.slots]
         found: list[Any] = [module.training for module in self.modules]
-        for holder, name in self.slots:
-            parameter = holder.get(name)
-            found.append(None if parameter is None else (id(parameter), parameter.requires_grad, id(parameter.grad)))
-        return found + self.numbers()
+        found += map(id, parameters)
+        if trains:
+            found += [one.requires_grad for one in parameters if one is not None]
+            found += [id(one.grad) for one in parameters if one is not None]
+            found += self.numbers()
+        return found
 
     def numbers(self) -> list[Any]:
         """Learning rates and the like; a tensor is the same as long as it is the same object."""

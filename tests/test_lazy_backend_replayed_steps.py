@@ -162,3 +162,19 @@ def test_state_dicts_that_are_loaded_are_used() -> None:
                 one.model.load_state_dict(model)
                 one.optimizer.load_state_dict(optimizer)
         assert step(x, x).item() == plain.step(x, x).item()
+
+
+def test_an_optimizer_by_itself() -> None:
+    plain, again = Trainer(DEVICE, sgd), Trainer(DEVICE, sgd)
+    update = lazy_backend.replayed(again.optimizer.step)
+    for number, x in enumerate(inputs(DEVICE, 12)):
+        for one in (plain, again):
+            one.model(x).square().mean().backward()
+            if number == 6:
+                one.optimizer.param_groups[0]["lr"] = 0.01
+        plain.optimizer.step()
+        update()
+        for one in (plain, again):
+            one.optimizer.zero_grad(set_to_none=False)
+    for name, value in plain.everything().items():
+        assert torch.equal(again.everything()[name], value), name
