@@ -201,3 +201,19 @@ def test_a_failing_log_costs_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.unraisablehook", told.append)
     assert torch.ones(2, device=DEVICE).add(1).sum().item() == 4
     assert [type(one.exc_value) for one in told] == [ZeroDivisionError] and "barrier log" in told[0].err_msg
+
+
+def test_results_are_not_copied_for_the_strides_of_dimensions_of_one() -> None:
+    """A convolution to one pixel promises other strides than it gives, in dimensions where strides mean nothing."""
+    with torch.no_grad():
+        layer = torch.nn.Conv2d(8, 4, 3).to(memory_format=torch.channels_last)
+        wanted = layer(torch.ones(2, 8, 3, 3).to(memory_format=torch.channels_last))
+        layer = layer.to("lazysched")
+        x = torch.ones(2, 8, 3, 3).to("lazysched").to(memory_format=torch.channels_last)
+        for _ in range(2):
+            with torch.profiler.profile() as profile:
+                found = layer(x)
+                lazy_backend.mark_step(wait=True)
+        torch.testing.assert_close(found.cpu(), wanted)
+    names = [event.key for event in profile.key_averages()]
+    assert any("conv" in name for name in names) and "aten::copy_" not in names

@@ -101,6 +101,7 @@ def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sta
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", stands.end_pool)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", stands.release_pool)
     monkeypatch.setattr(graphs, "_streams", {})
+    monkeypatch.setattr(graphs, "can_map", lambda device: False)  # test_lazy_backend_graph_memory.py looks at that
     graphs._pools.clear()
     return stands
 

@@ -85,11 +85,12 @@ struct Runner {
     }
   }
 
-  // The result's own storage where nothing else holds it and it has the layout that was promised, else a copy.
+  // The result's own storage where nothing else holds it and its elements lie as was promised, else a copy.
   c10::Storage keep(const at::Tensor& got, const Operand& want, const OpInfo& op) const {
     const auto size = shape(want, 0), stride = shape(want, want.ndim);
-    const bool own = got.storage().use_count() == 1 && got.storage_offset() == 0 && !got.is_conj() && !got.is_neg();
-    if (own && got.scalar_type() == want.dtype && got.sizes() == size && got.strides() == stride) return count_bytes(got.storage());
+    bool own = got.storage().use_count() == 1 && !got.storage_offset() && !got.is_conj() && !got.is_neg() && got.sizes() == size;
+    for (int64_t d = 0; own && d < got.dim(); d++) own = size[d] == 1 || got.stride(d) == stride[d];
+    if (own && got.scalar_type() == want.dtype) return count_bytes(got.storage());
     // Attention returns its random seed in host memory and wants it back there, so the device is the op's own choice.
     auto fresh = at::empty_strided(size, stride, at::TensorOptions().dtype(want.dtype).device(got.device()));
     // Statistics that the op leaves out in inference: nobody may read them, in eager mode either.
@@ -122,8 +123,7 @@ struct Runner {
     for (size_t i = 0; i < in.op->args.size(); i++) stack.push_back(argument(trace->args[in.args + i], in, slot));
     {
       std::optional<LentState> lent;
-      const bool lend = in.generator >= 0 && !in.op->generator_arg;
-      if (lend) lent.emplace(draws_from(in), device);
+      if (in.generator >= 0 && !in.op->generator_arg) lent.emplace(draws_from(in), device);
       // An op with several outputs hands back references to its arguments after it has dropped them from the stack.
       const Stack held = in.op->return_alias.size() > 1 ? stack : Stack();
       in.op->handle.callBoxed(&stack);
