@@ -3,7 +3,8 @@
 
     python -m benchmarks.cpu --threads 2 --rounds 3
 
-Contestants: eager, torch.compile without and with the optimizer compiled, LTC, and lazysched on its aten and its inductor engine.
+Contestants: eager and torch.compile, without and with PyTorch's fused AdamW, torch.compile with the optimizer compiled, LTC, and
+lazysched on its aten and its inductor engine, and with fused AdamW and the whole step wrapped in `lazy_backend.replayed`.
 All run once a round, each in a process of its own; the first round compiles, the others find what it left on disk. Milliseconds a
 step are the median and the smallest of all blocks; beside them the processor's time, which other programs disturb less.
 """
@@ -24,7 +25,8 @@ from torch import Tensor, nn
 from benchmarks.common import fresh_caches, hand_in, in_process, save, spread, table
 from examples.gpt import GPT, SIZES
 
-CONTESTANTS = ("eager", "compile", "compile+opt", "lazysched", "lazysched+inductor", "ltc")  # the last only where it is named
+CONTESTANTS = ("eager", "eager+fused", "compile", "compile+fused", "compile+opt", "lazysched", "lazysched+inductor",
+               "lazysched+replay", "ltc")  # the last only where it is named
 STEPS = {"gpt": 4, "mlp": 40}  # of one timed block
 Result = dict[str, Any]
 
@@ -63,14 +65,21 @@ class Loop:
         module, self.loss, data = MODELS[model]()
         module.to(device)
         self.data = tuple(tensor.to(device) for tensor in data)
-        self.optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+        fused = True if self.extra in ("fused", "replay") else None
+        self.optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=fused)
         self.update: Callable[[], Any] = self.optimizer.step
         if self.way == "compile":
             self.loss = torch.compile(self.loss)
             self.update = torch.compile(self.optimizer.step) if self.extra == "opt" else self.update
+        self.work: Callable[..., Tensor] = self.on_device
+        if self.extra == "replay":
+            self.work = importlib.import_module("lazy_backend").replayed(self.on_device)
 
     def step(self) -> Tensor:
-        loss = self.loss(*self.data)
+        return self.work(*self.data)
+
+    def on_device(self, *data: Tensor) -> Tensor:
+        loss = self.loss(*data)
         self.optimizer.zero_grad()
         loss.backward()
         self.update()

@@ -27,15 +27,15 @@ def ours(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and any(map(ours, value))
 
 
-def takes_ours(module: ModuleType, name: str, function: Callable[..., Any]) -> None:
-    """Let ``module.name`` call ``function`` where an argument is of our device."""
+def takes_ours(module: ModuleType, name: str, function: Callable[..., Any], also: Callable[[], bool] = lambda: False) -> None:
+    """Let ``module.name`` call ``function`` where an argument is of our device, or ``also`` says so."""
     original = getattr(module, name)
     if hasattr(original, "__wrapped__"):
         return
 
     @functools.wraps(original)
     def chosen(*args: Any, **kwargs: Any) -> Any:
-        wanted = function if any(map(ours, (*args, *kwargs.values()))) else original
+        wanted = function if also() or any(map(ours, (*args, *kwargs.values()))) else original
         return wanted(*args, **kwargs)
 
     setattr(module, name, chosen)
@@ -48,13 +48,18 @@ def dump_ir(tensors: Iterable[torch.Tensor], ir_format: str) -> str:
     return debug.text(tensors) if ir_format == "text" else debug.fx_graph(tensors).code
 
 
+def mark_step(device: str = "", wait: bool = False) -> None:
+    """Of ``device``, or of all of ours."""
+    api.mark_step(device or None, wait)
+
+
 def refuse(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError("this is of LTC's TorchScript backend; for lazysched tensors see lazy_backend.debug.fx_graph(tensors)")
 
 
 def install() -> None:
     """Redirect once what is given our tensors or devices, and let waiting for every device wait for ours too."""
-    takes_ours(torch._lazy, "mark_step", api.mark_step)
+    takes_ours(torch._lazy, "mark_step", mark_step, lambda: core.step_ends.put_off)
     takes_ours(torch._lazy, "sync_multi", lambda tensors, devices: api.sync(tensors))
     takes_ours(torch._lazy, "get_tensor_id", lambda tensor: tensor._cdata)
     takes_ours(torch._lazy.debug, "render_ir_graph", debug.dot)

@@ -7,6 +7,7 @@ from typing import Any, Callable, Iterator
 
 import pytest
 import torch
+import torch._lazy
 from torch import Tensor
 
 import lazy_backend
@@ -149,6 +150,25 @@ def test_the_step_ends_where_the_optimizers_did() -> None:
         step(x, x)
         counts.append(lazy_backend.stats()["flushes"] - before)
     assert counts[-1] == 1
+
+
+@pytest.mark.parametrize("mark", [lazy_backend.mark_step, torch._lazy.mark_step, lambda: torch._lazy.mark_step(DEVICE)])
+def test_a_step_that_is_marked_inside_ends_with_the_call(mark: Callable[[], None]) -> None:
+    runs = []
+
+    def step(x: Tensor) -> Tensor:
+        runs.append(1)
+        y = x * 2
+        mark()
+        return y + 1
+
+    wrapped = lazy_backend.replayed(step)
+    for x in inputs(DEVICE, 6):
+        before = lazy_backend.stats()["flushes"]
+        found = wrapped(x)
+        flushed = lazy_backend.stats()["flushes"] - before
+        assert torch.equal(found.cpu(), x.cpu() * 2 + 1)
+    assert len(runs) == 3 and flushed == 1
 
 
 def test_state_dicts_that_are_loaded_are_used() -> None:
