@@ -162,13 +162,17 @@ class Stretch:
     def replay(self, tensors: Sequence[Tensor]) -> Any:
         """Record it again; gives what it returned.
 
-        Raises RuntimeError, with nothing recorded, where memory that it used is gone.
+        Raises Refused, with nothing recorded, where memory that it used is gone, or RuntimeError as a barrier does where the
+        recording has become long.
         """
         device = torch.device("lazysched", self.index)
         memory = {buffer: torch.empty(nbytes, dtype=torch.uint8, device=device) for buffer, nbytes in self.made.items()}
         found = [leaf.again() if isinstance(leaf, Found) else None for leaf in self.leaves]
         native, given = core.get(), [(number, tensors[place]) for place, number in self.given]
-        full = native.again(self.trace, self.index, [*given, *memory.items()])
+        try:
+            full = native.again(self.trace, self.index, [*given, *memory.items()])
+        except RuntimeError as error:
+            raise Refused(str(error)) from None
         for place in self.changed:
             torch.autograd.graph.increment_version(tensors[place])
         if full:

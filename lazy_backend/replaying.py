@@ -88,8 +88,8 @@ def replayed(function: F) -> F:
         if one.stretch is not None and one.watched is not None and one.watched.state(one.trains) == one.state:
             try:
                 return replay(one, one.stretch, tensors)
-            except RuntimeError as error:
-                note(str(error))
+            except Refused as why:
+                note(str(why))
         one.stretch = None
         return run(function, Given(args, kwargs, leaves, tensors), one)
 
@@ -139,7 +139,7 @@ def known_of(known: OrderedDict[Any, Known], key: Any) -> Known:
 
 def replay(one: Known, stretch: Stretch, tensors: Sequence[Tensor]) -> Any:
     if any(home(tensor) in stretch.others for tensor in tensors):
-        raise RuntimeError("an argument is memory that the function also finds elsewhere")
+        raise Refused("an argument is memory that the function also finds elsewhere")
     out = stretch.replay(tensors)
     if stretch.ends:
         end_step()

@@ -64,7 +64,7 @@ class Found:
     def again(self) -> Tensor:
         tensor = self.tensor()
         if tensor is None:
-            raise RuntimeError("a tensor that it returned is gone")
+            raise Refused("a tensor that it returned is gone")
         return tensor if self.layout is None else tensor.as_strided(*self.layout)
 
 

@@ -183,3 +183,20 @@ def test_a_schedule_runs_the_function() -> None:
     finally:
         handle.remove()
     assert lazy.runs == 4
+
+
+def test_an_error_when_the_step_runs_reaches_the_user_and_the_step_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Trainer(DEVICE, sgd)
+    step = lazy_backend.replayed(one.step)
+    xs = inputs(DEVICE, 6)
+    for x in xs[:5]:
+        step(x, x)
+
+    def fails(*given: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(lazy_backend.api, "run_recorded", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        step(xs[5], xs[5])
+    monkeypatch.undo()
+    assert one.runs == 3
