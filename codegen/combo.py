@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Callable, Hashable, Iterator, Sequence
 
-from codegen.combo_source import MAX_ARGUMENTS, MAX_LANES, ComboWriter, Lane, lanes_of, pieces
+from codegen.combo_source import MAX_ARGUMENTS, MAX_LANES, MOST_LARGE, ComboWriter, Lane, is_large, lanes_of, pieces
 from codegen.kernel import ExternStep, KernelStep, Offset, Plan, Refusal, Seed, Temporary
 from ir_nodes import settings
 from ir_nodes.node import Value
@@ -33,8 +33,7 @@ microsecond for so many."""
 WAITING = 64 << 20
 """Bytes of intermediate results that steps below ``HELD`` may hold together for a launch that they share."""
 
-TRIES, MAX_DEGREE = 4, 256
-WARPS_APART = 4
+TRIES, MAX_DEGREE, WARPS_APART = 4, 256, 4
 
 
 @dataclass(slots=True, eq=False)
@@ -292,9 +291,10 @@ def pack(lanes: Sequence[Lane]) -> list[list[Lane]]:
     """The lanes, in order, by launch."""
     packed: list[list[Lane]] = []
     for lane in lanes:
-        last = packed[-1] if packed else []
-        if last and len(last) < MAX_LANES and sum(one.arguments for one in (*last, lane)) + 1 <= MAX_ARGUMENTS:
-            last.append(lane)
+        together = [*(packed[-1] if packed else []), lane]
+        many = any(is_large(one.steps[0]) for one in together) and sum(len(one.steps) for one in together) > MOST_LARGE
+        if packed and not many and len(together) <= MAX_LANES and sum(one.arguments for one in together) < MAX_ARGUMENTS:
+            packed[-1] = together
         else:
             packed.append([lane])
     return packed

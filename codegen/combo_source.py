@@ -18,6 +18,10 @@ MAX_ARGUMENTS = 500
 """Of eight bytes each: before CUDA 12.1 a launch took 4 KiB of arguments."""
 
 MAX_LANES = 8
+LARGE, MOST_LARGE = 4 << 20, 8
+"""Bytes of a step that is large, and how many of one kernel share a launch: picking arguments among 48 takes every program some
+700 instructions, and took half of the bandwidth (1.9 TB/s on an H200, among 6 of them 3.1 to 3.7); a launch takes 1 us."""
+
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """How many steps of one kernel a combo holds, empty ranges included."""
 
@@ -121,8 +125,20 @@ def lanes_of(steps: Sequence[KernelStep]) -> list[Lane]:
     own, same = (sum(how == kind for how in pattern) for kind in (OWN, SAME))
     most = max(1, (MAX_ARGUMENTS - same - 2) // (own + 1))
     most = max(count for count in COUNTS if count <= most)
-    chunk = -(-len(steps) // -(-len(steps) // most))
-    return [Lane(kernel, tuple(by_size[at : at + chunk]), pattern) for at in range(0, len(steps), chunk)]
+    large, small = ([step for step in by_size if is_large(step) is size] for size in (True, False))
+    return [Lane(kernel, tuple(chunk), pattern) for chunk in (*even(large, min(most, MOST_LARGE)), *even(small, most))]
+
+
+def is_large(step: KernelStep) -> bool:
+    return sum(map(step.bytes_of, (*step.reads, *step.writes))) >= LARGE
+
+
+def even(steps: Sequence[KernelStep], most: int) -> list[Sequence[KernelStep]]:
+    """The steps in as few parts of at most so many as possible, all of about one size."""
+    if not steps:
+        return []
+    size = -(-len(steps) // -(-len(steps) // most))
+    return [steps[at : at + size] for at in range(0, len(steps), size)]
 
 
 def per_warp(step: KernelStep) -> int:

@@ -249,3 +249,14 @@ def test_planning_is_linear() -> None:
     few, many = (calls_of(lambda made=made: combine(made)) for made in (
         plan(record(scaled, *(torch.ones(16) for _ in range(count)))[0].graph) for count in (250, 2000)))
     assert many < 1.5 * few * 2000 / 250
+
+
+def test_few_large_steps_of_one_kernel_share_a_launch() -> None:
+    """Picking arguments among many costs every program, which a large step has many of."""
+    def scaled(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        return [one * 2.0 for one in tensors]
+
+    large, small = 1 << 20, 16
+    made = combine(plan(record(scaled, *(torch.ones(size) for size in [large] * 20 + [small] * 40))[0].graph))
+    counts = sorted(len(step.writes) for step in kernels(made))
+    assert counts == [6, 7, 7, 40]
