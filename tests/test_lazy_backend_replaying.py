@@ -90,7 +90,7 @@ def test_draws_go_on() -> None:
         assert torch.equal(mine, noise(x).cpu())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(programs.steps(barriers=False, max_size=14))
 def test_random_programs(program: list[programs.Step]) -> None:
     """On arguments and on tensors of its own, both changed in place; what it returns may be, or see, either."""
