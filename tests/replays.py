@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
+import pytest
 import torch
 import torch._lazy.metrics
 from torch import Tensor, nn
 
+import lazy_backend
+
 DEVICE = "lazysched"
+
+
+@pytest.fixture(autouse=True)
+def started() -> Iterator[None]:
+    """Nothing is recorded before a test, and nothing after it."""
+    torch.ones(1, device=DEVICE)
+    lazy_backend.mark_step(wait=True)
+    yield
+    lazy_backend.mark_step(wait=True)
 
 
 class Counted:

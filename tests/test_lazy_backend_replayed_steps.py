@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Callable, Iterator
+from typing import Any, Callable
 
 import pytest
 import torch
@@ -11,15 +11,7 @@ import torch._lazy
 from torch import Tensor
 
 import lazy_backend
-from tests.replays import DEVICE, Trainer, adamw, inputs, new_refusals, sgd
-
-
-@pytest.fixture(autouse=True)
-def started() -> Iterator[None]:
-    torch.ones(1, device=DEVICE)
-    lazy_backend.mark_step(wait=True)
-    yield
-    lazy_backend.mark_step(wait=True)
+from tests.replays import DEVICE, Trainer, adamw, inputs, new_refusals, sgd, started  # noqa: F401 (a fixture)
 
 
 @pytest.mark.parametrize("make", [adamw(capturable=True), adamw(fused=True), sgd], ids=["capturable", "fused", "sgd"])

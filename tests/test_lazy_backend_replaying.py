@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Iterator
-
-import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
 
 import lazy_backend
 from tests import programs
-from tests.replays import DEVICE, Counted, inputs
-
-
-@pytest.fixture(autouse=True)
-def started() -> Iterator[None]:
-    torch.ones(1, device=DEVICE)
-    lazy_backend.mark_step(wait=True)
-    yield
-    lazy_backend.mark_step(wait=True)
+from tests.replays import DEVICE, Counted, inputs, started  # noqa: F401 (a fixture)
 
 
 def test_later_calls_run_no_python_and_give_the_same() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,15 +10,7 @@ from torch import Tensor
 
 import lazy_backend
 from ir_nodes import settings
-from tests.replays import DEVICE, Counted, Trainer, inputs, new_refusals, sgd
-
-
-@pytest.fixture(autouse=True)
-def started() -> Iterator[None]:
-    torch.ones(1, device=DEVICE)
-    lazy_backend.mark_step(wait=True)
-    yield
-    lazy_backend.mark_step(wait=True)
+from tests.replays import DEVICE, Counted, Trainer, inputs, new_refusals, sgd, started  # noqa: F401 (a fixture)
 
 
 class Keeps:
