@@ -14,6 +14,7 @@ from barriers.passes.cse import merge_common
 from barriers.passes.dead import eliminate_dead
 from barriers.passes.fold import forward_copies
 from barriers.passes.hold_less import hold_less
+from barriers.passes.inbox import use_inbox
 from barriers.passes.memory_budget import Unstored, fit_budget
 from barriers.passes.noops import eliminate_noops
 from barriers.passes.own_part import read_own_part
@@ -46,6 +47,9 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
     def own_part(graph: Graph) -> Graph:
         return read_own_part(graph, remarks, kernels=partition is not None)
 
+    def inbox(graph: Graph) -> Graph:
+        return use_inbox(graph, remarks)
+
     def recompute(graph: Graph) -> Graph:
         if partition is not None:
             return recompute_cheap(graph, partition, remarks)
@@ -63,8 +67,8 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
         return fit_budget(graph, settings.current().memory_budget, partition, unstored, remarks)
 
     passes: tuple[tuple[str, Pass], ...] = (
-        ("fold", fold), ("fold", eliminate_dead), ("cse", cse), ("own_part", own_part), ("recompute", recompute),
-        ("peak_order", peak_order), ("hold_less", spare),
+        ("fold", fold), ("fold", eliminate_dead), ("cse", cse), ("own_part", own_part),
+        ("copy_engines", inbox), ("recompute", recompute), ("peak_order", peak_order), ("hold_less", spare),
     )
     allowed = [step for name, step in passes if settings.enabled(name)]
     return [*allowed, memory_budget] if settings.current().memory_budget else allowed

@@ -45,7 +45,9 @@ class Program(Protocol):
     def launch(
         self, function: int, grid: tuple[int, int, int], threads: int, shared: int, args: list[tuple[int, int, int]], instr: int
     ) -> None: ...
-    def python(self, run: Callable[[list[object], list[object]], None], instr: int, slots: Sequence[int]) -> None: ...
+    def python(
+        self, run: Callable[[list[object], list[object]], torch.Tensor | None], instr: int, slots: Sequence[int]
+    ) -> None: ...  # the memory of what ``run`` returns fills the last of ``slots``
     def alloc(self, slot: int, nbytes: int) -> None: ...
     def free(self, slot: int) -> None: ...
     def mark(self, depth: int, name: str) -> None: ...
@@ -91,20 +93,23 @@ def emit_call(node: Node) -> Emit:
 
 
 def emit_own(node: Node) -> Emit:
-    """An op that the compiler chose, such as zeros for `codegen.pad_products`: none that was recorded could be called."""
+    """An op that the compiler chose, such as zeros for `codegen.pad_products`: none that was recorded could be called. One that
+    returns a tensor brings the memory that its result fills."""
     use, function = node_use(node), ops.overload(node.target)
-    assert not (node.returns or node.effects), node
+    assert len(node.returns) < 2 and not node.effects, node
 
-    def run(slots: list[Any], numbers: list[Any]) -> None:
+    def run(slots: list[Any], numbers: list[Any]) -> torch.Tensor | None:
         def seen(place: Operand | Write) -> torch.Tensor:
             memory, layout = slots[place.value.buffer.index], place.layout
             typed = memory[: memory.numel() // layout.itemsize * layout.itemsize].view(layout.dtype)
             return torch.as_strided(typed, layout.size, layout.stride, typed.storage_offset() + layout.offset)
 
         positional, keyword = call.arguments(node, call.Fill(seen, seen, lambda number: numbers[number.index], None))
-        function(*positional, **keyword)
+        made = function(*positional, **keyword)
+        return made if node.returns else None
 
-    return Emit(use, written_buffers(node), lambda program: program.python(run, node.instr, use.buffers), (node,))
+    slots = (*use.buffers, *use.makes)
+    return Emit(use, written_buffers(node), lambda program: program.python(run, node.instr, slots), (node,))
 
 
 def operand_slots(node: Node) -> tuple[list[int], list[Chosen]]:
@@ -158,15 +163,17 @@ class Placed:
     ) -> None:
         self._program.launch(function, grid, threads, shared, [self._address(*arg) for arg in args], instr)
 
-    def python(self, run: Callable[[list[object], list[object]], None], instr: int, slots: Sequence[int]) -> None:
+    def python(
+        self, run: Callable[[list[object], list[object]], torch.Tensor | None], instr: int, slots: Sequence[int]
+    ) -> None:
         moving = [(slot, self._places[slot]) for slot in slots if slot in self._places]
 
-        def moved(found: list[Any], scalars: list[object]) -> None:
+        def moved(found: list[Any], scalars: list[object]) -> torch.Tensor | None:
             seen = list(found)
             for slot, place in moving:
                 memory = found[place.slot]
                 seen[slot] = None if memory is None else memory[place.offset : place.offset + place.nbytes]
-            run(seen, scalars)
+            return run(seen, scalars)
 
         whole = [self._places[slot].slot if slot in self._places else slot for slot in slots]
         self._program.python(moved if moving else run, instr, whole)

@@ -10,6 +10,7 @@ OPTIMISATIONS: dict[str, str] = {
     "cse": "one node where two would compute the same value",
     "fold": "results known when compiling, and ops that change nothing, cost nothing",
     "own_part": "what a rank sends to itself in an all_to_all_single is read where it lies, instead of being copied",
+    "copy_engines": "large exchanges between GPUs of one host run on their copy engines, which leave the multiprocessors alone",
     "recompute": "cheap values are computed again in backward instead of being kept",
     "hold_less": "values that wait while most memory is held are made again by kernels that read what they come from",
     "peak_order": "the order with the smallest peak memory among several",

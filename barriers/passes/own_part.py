@@ -62,7 +62,7 @@ class _Reader:
     def _leave_out(self, start: Node, own: Window) -> str:
         """Leave the own part out of ``start``; else why not."""
         begun, (sent,) = start.writes[0].value, start.reads
-        arrived = self._arrived(begun)
+        arrived = arrived_value(begun)
         if arrived is None:
             return "it is waited for in another recording, or what it fills is used meanwhile"
         if arrived.buffer.live:
@@ -85,13 +85,6 @@ class _Reader:
                     read_instead(reader, arrived, sent.value, own)
             start.target, start.changed = WITHOUT_OWN, True
         return reason
-
-    def _arrived(self, begun: Value) -> Value | None:
-        """What the only node that touches ``begun`` leaves, which waits for it."""
-        (user,) = begun.users if len(begun.users) == 1 else (None,)
-        if user is None or info(user.target).kind != "wait" or len(user.writes) != 1 or user.writes[0].base is not begun:
-            return None
-        return user.writes[0].value
 
     def _why_not(self, reader: Node, arrived: Value, own: Window) -> str:
         """Why the own part can't be kept from ``reader``; "" where it can."""
@@ -134,6 +127,14 @@ class _Reader:
             return False
         self._footprint.hold(end + 1, last, nbytes)
         return True
+
+
+def arrived_value(begun: Value) -> Value | None:
+    """What the only node that touches ``begun`` leaves, which waits for it."""
+    (user,) = begun.users if len(begun.users) == 1 else (None,)
+    if user is None or info(user.target).kind != "wait" or len(user.writes) != 1 or user.writes[0].base is not begun:
+        return None
+    return user.writes[0].value
 
 
 def own_window(start: Node) -> Window | None:

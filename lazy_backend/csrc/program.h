@@ -23,9 +23,10 @@ struct Program {
   struct Alloc { int32_t slot; size_t nbytes; };
   struct Free { int32_t slot; };
   struct Mark { size_t depth; std::string name; };  // profiler's ranges: ends those from `depth` on, begins one unless unnamed
-  // A Python function of the bytes in each slot, where `slots` names it and it is not empty, and the recording's numbers.
+  // A Python function of the bytes in each slot, where `slots` names it and it is not empty, and the recording's numbers. What it
+  // returns fills the last of `slots`.
   struct Python {
-    std::function<void(const std::vector<std::optional<at::Tensor>>&, const std::vector<c10::Scalar>&)> run;
+    std::function<std::optional<at::Tensor>(const std::vector<std::optional<at::Tensor>>&, const std::vector<c10::Scalar>&)> run;
     std::vector<int32_t> slots;
   };
   // `instr`: the recorded op that it runs, to name when it fails.

@@ -193,7 +193,7 @@ struct Runner {
     std::vector<c10::Scalar> numbers;
     for (auto s : step.slots) if (slots[s]) bytes[s] = bytes_of(slots[s]);
     for (const auto& v : trace->scalars) numbers.push_back(v.toScalar());
-    step.run(bytes, numbers);
+    if (auto made = step.run(bytes, numbers)) slots[step.slots.back()] = made->storage();
   }
 
   void run_step() { std::visit([&](const auto& what) { run(what, program.steps[step].instr); }, program.steps[step].what); }

@@ -17,14 +17,16 @@ import torch.distributed as dist
 
 from ir_nodes import ops
 from lazy_backend import core
-from lazy_backend.distributed.starts import STARTS, Landing, reduction
+from lazy_backend.distributed.inboxes import Inboxes
+from lazy_backend.distributed.starts import STARTS, Landing, all_to_all_others, all_to_all_single, reduction
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
 _SCHEMA = "(Tensor(a!)[] outs, Tensor[] ins, int[] numbers, str reduce, str group) -> ()"
 """``numbers``: the root; the peer and the tag; or, for an `all_to_all_single`, this rank, how many ranks there are, how many
 split sizes of the output, these, and those of the input."""
-
+_BRINGS_MEMORY = "(Tensor[] ins, int[] numbers, str reduce, str group) -> Tensor"
+EXCHANGES = ("all_to_all_single", "all_to_all_others")
 
 Key = tuple[int, int]
 """Of a collective: its first tensor's storage, and where in it. What is only sent may be sent several times at once."""
@@ -37,6 +39,7 @@ class Group(Protocol):
 
     inner: dist.ProcessGroup  # of the physical device
     agreement: Any  # is told what starts
+    inboxes: Inboxes
     queue: list[Callable[[], Flight]]  # sends and receives that a program has reached, and `launch` starts together
 
 
@@ -89,12 +92,12 @@ _ALL_RANKS_ALIKE = ("all_reduce_", "broadcast_", "reduce_", "all_gather_single",
 @functools.cache
 def entry(name: str, outs: Sizes, ins: Sizes, numbers: tuple[int, ...], reduce: str) -> str:
     """A collective as every rank has to see it: "all_reduce(SUM) float32[1024]"."""
-    name = "all_to_all_single" if name == "all_to_all_others" else name  # ranks may differ in that
+    name = "all_to_all_single" if name in EXCHANGES else name  # ranks may differ in that
     words = [reduce] if reduce else []
     if name in ("broadcast_", "reduce_", "gather", "scatter"):
         words.append(f"root {numbers[0]}")
     told = {"gather": ins, "all_gather_single": ins}.get(name, outs or ins)
-    sized = name in _ALL_RANKS_ALIKE or (name == "all_to_all_single" and not numbers[2])  # splits differ between ranks
+    sized = name in _ALL_RANKS_ALIKE or (name == "all_to_all_single" and len(numbers) == 3)  # splits differ between ranks
     told, more = (told[:SHOWN], told[SHOWN:]) if sized else (told[:1], ())
     texts = [str(dtype).removeprefix("torch.") + (f"[{count}]" if sized else "") for dtype, count in told]
     texts += [f"and {sum(count for _, count in more)} elements in {len(more)} more"] if more else []
@@ -106,21 +109,44 @@ def start(begin: Callable[..., Any], outs: list[Tensor], ins: list[Tensor], numb
     home, name = groups[group], begin.__name__
 
     def go() -> Flight:
-        begun = begin(home.inner, outs, ins, numbers, reduce)
-        flight = Flight(*begun) if isinstance(begun, Landing) else Flight(begun)
-        flight.group, flight.held = home, (outs, ins)
-        pin(flight.held, 1)
-        forget_arrived()
-        _flights.setdefault(key(outs, ins), []).append(flight)
-        return flight
+        inbox = home.inboxes.find(ins[0], outs[0], numbers) if name in EXCHANGES else None
+        begun = inbox.exchange(ins[0], outs[0], name == EXCHANGES[0]) if inbox else begin(home.inner, outs, ins, numbers, reduce)
+        return take_off(home, begun, outs, ins)
 
     if name in POINT_TO_POINT:
         home.queue.append(go)
         return
+    announce(home, name, outs, ins, numbers, reduce)
+    go()
+
+
+def bring(begin: Callable[..., Any], ins: list[Tensor], numbers: list[int], reduce: str, group: str) -> Tensor:
+    """Start an exchange of equal parts that arrives in memory of its own, which is returned: the group's inbox, if it has one,
+    until the next exchange of this size."""
+    home, name = groups[group], begin.__name__
+    announce(home, name, ins, ins, numbers, reduce)  # as many bytes arrive as are sent
+    inbox = home.inboxes.find(ins[0], ins[0], numbers)
+    out = inbox.lend() if inbox else torch.empty_like(ins[0])
+    begun = inbox.exchange(ins[0], None, name == EXCHANGES[0]) if inbox else begin(home.inner, [out], ins, numbers, reduce)
+    take_off(home, begun, [out], ins)
+    return out
+
+
+def announce(home: Group, name: str, outs: Tensors, ins: Tensors, numbers: list[int], reduce: str) -> None:
+    """Tell the group's agreement what starts now."""
     launch_queue(home)
     sizes = (tuple((t.dtype, t.numel()) for t in some) for some in (outs, ins))
     home.agreement.start(entry(name, *sizes, tuple(numbers), reduce))
-    go()
+
+
+def take_off(home: Group, begun: Any, outs: Tensors, ins: Tensors) -> Flight:
+    """Note what has been started."""
+    flight = Flight(*begun) if isinstance(begun, Landing) else Flight(begun)
+    flight.group, flight.held = home, (outs, ins)
+    pin(flight.held, 1)
+    forget_arrived()
+    _flights.setdefault(key(outs, ins), []).append(flight)
+    return flight
 
 
 def forget_arrived() -> None:
@@ -202,6 +228,11 @@ for _begin in STARTS:
     _library.define(_begin.__name__ + _SCHEMA)
     for _key in ("CPU", "CUDA"):
         _library.impl(_begin.__name__, functools.partial(start, _begin), _key)
+for _begin in (all_to_all_single, all_to_all_others):
+    _name = _begin.__name__.replace("to_all", "to_all_inbox").replace("_single", "")
+    _library.define(_name + _BRINGS_MEMORY)
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, functools.partial(bring, _begin), _key)
 _library.define("launch(Tensor[] outs, Tensor[] ins, str group) -> ()")
 _library.define("wait(Tensor(a!)[] outs, Tensor[] ins) -> ()")
 for _key in ("CPU", "CUDA"):

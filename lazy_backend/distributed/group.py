@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lazy_backend import core
 from lazy_backend.distributed import agreement, collectives, parallel
 from lazy_backend.distributed.collectives import reduction_name
+from lazy_backend.distributed.inboxes import Inboxes
 from lazy_backend.distributed.work import Received, Recorded, run_recorded
 
 Tensor = torch.Tensor
@@ -35,6 +36,7 @@ class LazyGroup(dist.ProcessGroup):
         self._options = options
         self._label, self._description = name, ""
         self.inner = self._plain("device", core.physical_is_cuda())
+        self.inboxes = Inboxes(self.inner, dist.PrefixStore("inboxes/", store), rank, size, timeout, name)
         self.queue: list[Callable[[], collectives.Flight]] = []
         self._host: dist.ProcessGroup | None = None
         self.agreement = agreement.Agreement(dist.PrefixStore("order/", store), name, rank, size, timeout)
@@ -232,6 +234,7 @@ class LazyGroup(dist.ProcessGroup):
         run_recorded("destroy_process_group()")
         self.agreement.stop()
         collectives.groups.pop(self._label, None)
+        self.inboxes.close()
         self.inner.shutdown()
         if self._host is not None:
             self._host.shutdown()
