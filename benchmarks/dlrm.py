@@ -14,8 +14,8 @@ exchange stands at the step's begin and is waited for at once. Contestants run i
     exchange alone, eager alone, lazysched alone: communication and computation by themselves
 
 Floor of a contestant: the larger of the exchange alone and its own computation alone. The tables are not trained: the exchange
-of their gradients would come at the end of backward, where there is nothing left to hide it. Imports torch, lazy_backend,
-`examples.launch` and `benchmarks.common`.
+of their gradients would come at the end of backward, where there is nothing left to hide it. Megahertz and watts are medians
+while a contestant runs. Imports torch, lazy_backend, `examples.launch`, `benchmarks.clocks` and `benchmarks.common`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.common import save, table
+from benchmarks.clocks import Clocks, seen
+from benchmarks.common import save, spread, table
 from examples import launch
 from lazy_backend import LazyScheduler, overlap_communication, register_segment, register_segment_backward_hook
 
@@ -204,38 +205,52 @@ def check(runs: dict[str, Callable[[], Tensor | None]], trainers: dict[str, Trai
     return losses
 
 
-def measure(runs: dict[str, Callable[[], Tensor | None]], options: argparse.Namespace) -> dict[str, list[float]]:
-    """Milliseconds a step of each round, on the slowest rank; each round runs every contestant."""
+def measure(runs: dict[str, Callable[[], Tensor | None]], options: argparse.Namespace
+            ) -> tuple[dict[str, list[float]], dict[str, Clocks]]:  # fmt: skip
+    """Milliseconds a step of each round, on the slowest rank, and this rank's clocks. Each round runs every contestant, each after
+    as many steps that are not timed, and another one first: a GPU at the limit of its power is slower after a busy contestant."""
     taken: dict[str, list[float]] = {name: [] for name in runs}
+    clocks = {name: Clocks() for name in runs}
+    names = list(runs)
     for number in range(options.rounds + 1):
-        for name, step in runs.items():
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(options.steps):
-                step()
-            launch.finish()
-            seconds = torch.tensor(time.perf_counter() - start)
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            with seen(clocks[name]):
+                block(runs[name], options.steps)
+            seconds = torch.tensor(block(runs[name], options.steps))
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
             if number:  # the first warms up
                 taken[name].append(seconds.item() * 1e3 / options.steps)
-    return taken
+    return taken, clocks
+
+
+def block(step: Callable[[], Tensor | None], steps: int) -> float:
+    """Seconds that ``steps`` steps take this rank from when all ranks begin."""
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    launch.finish()
+    return time.perf_counter() - start
 
 
 def worker(options: argparse.Namespace) -> None:
     runs, trainers = contestants(options)
     losses = check(runs, trainers, options)
-    taken = measure(runs, options)
+    taken, clocks = measure(runs, options)
     if dist.get_rank():
         return
     median = {name: statistics.median(times) for name, times in taken.items()}
     floor = {name: max(median[COMMUNICATION], median[alone]) for name, alone in ALONE.items()}
     sent = options.batch * TABLES * options.dim * 4
     print(f"{options.ranks} ranks, each exchanges {sent / 2**20:.0f} MiB, {options.dtype} over-arch of {options.layers} layers")
-    rows = [[name, f"{median[name]:.3f}", *ratios(name, median, floor)] for name in runs]
-    print(table(["", "ms a step", "of its floor", "of eager", "of hand-written"], rows))
+    rows = [[name, f"{median[name]:.3f}", f"{spread(taken[name]):.1%}", *ratios(name, median, floor), *clocks[name].told()]
+            for name in runs]
+    print(table(["", "ms a step", "spread", "of its floor", "of eager", "of hand-written", "MHz", "watts"], rows))
     if not options.no_save:
         save("dlrm-small" if options.small else "dlrm", {"options": vars(options), "bytes": sent, "losses": losses, "ms": taken,
-                                                         "median": median, "floor": floor})
+                                                         "median": median, "floor": floor,
+                                                         "clocks": {name: vars(one) for name, one in clocks.items()}})
 
 
 def ratios(name: str, median: dict[str, float], floor: dict[str, float]) -> list[str]:
