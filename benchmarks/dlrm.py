@@ -207,8 +207,8 @@ def check(runs: dict[str, Callable[[], Tensor | None]], trainers: dict[str, Trai
 
 def measure(runs: dict[str, Callable[[], Tensor | None]], options: argparse.Namespace
             ) -> tuple[dict[str, list[float]], dict[str, Clocks]]:  # fmt: skip
-    """Milliseconds a step of each round, on the slowest rank, and this rank's clocks. Each round runs every contestant, each after
-    as many steps that are not timed, and another one first: a GPU at the limit of its power is slower after a busy contestant."""
+    """Milliseconds a step of each round, on the slowest rank, and this rank's clocks. Each round runs every contestant, each
+    after as many steps that are not timed, and another one first: at the limit of its power a GPU is slower after a busy one."""
     taken: dict[str, list[float]] = {name: [] for name in runs}
     clocks = {name: Clocks() for name in runs}
     names = list(runs)

@@ -11,6 +11,7 @@ import torch._lazy
 from torch import Tensor
 
 import lazy_backend
+from lazy_backend import core
 from tests.replays import DEVICE, Trainer, adamw, inputs, new_refusals, sgd, started  # noqa: F401 (a fixture)
 
 
@@ -188,5 +189,7 @@ def test_an_optimizer_by_itself() -> None:
         update()
         for one in (plain, again):
             one.optimizer.zero_grad(set_to_none=False)
+    # On a GPU a kernel that sums a gradient may update its parameter, too, and split the sum otherwise than one that only sums.
+    near = {"rtol": 1e-5, "atol": 1e-6} if core.physical_is_cuda() else {"rtol": 0.0, "atol": 0.0}
     for name, value in plain.everything().items():
-        assert torch.equal(again.everything()[name], value), name
+        torch.testing.assert_close(again.everything()[name], value, **near, msg=name)
