@@ -61,6 +61,12 @@ def random(lowering: Lowering, layout: Layout, tuning: Tuning) -> Instr:
     return lowering.add(Instr("random", torch.float32, FULL, (seed, offset, place), payload=stream))
 
 
+def calls_for_each(part: Part, row: int) -> bool:
+    """Would rows of ``row`` elements take a call of Philox for each number, three of whose four words nobody needs?"""
+    streams = [instr.payload for instr in part.instrs if instr.kind == "random"]
+    return any(stream.vector not in (WORDS, 2 * WORDS) or row % stream.vector for stream in streams)
+
+
 def check_generator(tuning: Tuning) -> None:
     """Raises Unsupported where draws are left to ATen."""
     if not tuning.philox_blocks:

@@ -7,11 +7,14 @@ the same order. Everything else is about one common iteration space and about si
 
 from __future__ import annotations
 
-from codegen import forms, mixing, one_pass
+from codegen import draws, forms, mixing, one_pass
 from codegen.footprint import Footprint
 from codegen.forms import Form
 from codegen.group import MAX_DIMS, MAX_NODES, MAX_OPERANDS, Group, Joint, Touched
 from codegen.instructions import KEPT
+
+DRAWN = 1 << 20
+"""Random numbers from which a kernel of their own is worth its launch."""
 
 
 def joint_space(left: Group, right: Group) -> Joint | str:
@@ -58,12 +61,20 @@ def can_fuse(left: Group, right: Group) -> Joint | str:
         return joint
     if left.multiplies + right.multiplies + (joint.reduced is not None) > 1:
         return "a matrix product's tiles suit no other product and no reduction"
+    if joint.reduced is not None and (left.draws or right.draws) and _draws_slowly(left if left.draws else right, joint):
+        return "each of its random numbers takes a call of its own, which delays rows that are reduced more than memory does"
     if joint.crossed:
         mixed = mixing.refused([*left.units, *right.units], dict.fromkeys(joint.crossed), dict.fromkeys(joint.kept_units))
         if mixed is not None:
             return mixed
     apart = one_pass.refused(left, right) if joint.reduced is not None else None
     return apart or _memory_reason(left, right, joint) or _split_reason(left, right, joint) or joint
+
+
+def _draws_slowly(group: Group, joint: Joint) -> bool:
+    row = forms.reduced_extent(joint.reduced or ())
+    parts = [unit.part for unit in group.units if unit.part is not None and unit.part.draws]
+    return joint.numel >= DRAWN and any(draws.calls_for_each(part, row) for part in parts)
 
 
 def _belongs_elsewhere(left: Group, right: Group) -> bool:

@@ -203,3 +203,16 @@ def test_draws_are_left_to_aten_where_switched_off_or_without_philox(monkeypatch
     assert [step.reason for step in externs(plan(recording.graph, tuning=INTERPRETER))] == ["its generator is not Philox"]
     monkeypatch.setattr(settings, "enabled", lambda name: name != "fused_random")
     assert [step.reason for step in externs(plan(recording.graph, tuning=HOPPER))] == ["fused_random is switched off"]
+
+
+
+@pytest.mark.parametrize("rows, row, together", [(1024, 1024, True), (2048, 1003, False), (1025, 1027, False), (16, 1003, True)])
+def test_rows_are_not_reduced_beside_draws_of_one_number_each(rows: int, row: int, together: bool) -> None:
+    """A Philox call gives four numbers, to neighbours where ATen's threads work on vectors of them."""
+    recording, result, _, _ = dropout_graph(torch.empty(rows, row, dtype=torch.bfloat16))
+    graph = recording.graph
+    softmax = Access(graph.add_buffer(result.layout.nbytes, live=True), result.layout, "w")
+    graph.record("aten::_softmax", [Access(result.buffer, result.layout), 1, False], [softmax])
+    made = plan(graph, tuning=HOPPER)
+    kept = any(refusal.reason.startswith("each of its random numbers takes a call of its own") for refusal in made.refusals)
+    assert len(kernels(made)) == (1 if together else 2) and kept == (not together)
