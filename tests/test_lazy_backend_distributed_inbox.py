@@ -95,6 +95,7 @@ def check_cases() -> None:
         assert len(brought) == wanted_count, f"{case.__name__}: {brought}"
         brought.clear()
     home = collectives.groups[dist.group.WORLD.group_name]
+    assert len(home.inboxes._made) <= inboxes.MOST_SIZES
     if lazy_backend.core.physical_is_cuda():
         assert home.inboxes.refusal(torch.device("cuda", dist.get_rank())) == ""
         assert home.inboxes._made and all(home.inboxes._made.values())
@@ -120,6 +121,23 @@ def check_disabled() -> None:
     for ours, theirs in zip(there_and_back("lazysched", dist.group.WORLD), there_and_back("cpu", plain)):
         torch.testing.assert_close(ours.cpu(), theirs)
     assert not brought
+
+
+class Sent(torch.Tensor):
+    """A tensor without memory that says it lies on a GPU."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+
+def test_a_program_of_many_sizes_keeps_few_inboxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    parties = Inboxes(None, dist.HashStore(), 0, 2, timedelta(1), "g")  # type: ignore[arg-type]
+    monkeypatch.setattr(parties, "refusal", lambda device: "")
+    monkeypatch.setattr(parties, "_make", lambda nbytes, device: nbytes)
+    sent = [torch.empty(inboxes.LEAST + 2 * number, device="meta").as_subclass(Sent) for number in range(20)]
+    found = [parties.find(one, one, [0, 2, 0]) for one in (*sent, sent[3])]
+    assert found == [*(one.nbytes for one in sent[:inboxes.MOST_SIZES]), *[None] * (20 - inboxes.MOST_SIZES), sent[3].nbytes]
 
 
 HOST = ["a/1 gpu0", "a/1 gpu1"]

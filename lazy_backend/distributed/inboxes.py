@@ -24,6 +24,8 @@ from ir_nodes import settings
 Tensor = torch.Tensor
 MOST_RANKS = 8
 """A rank's copies to the others follow one another."""
+MOST_SIZES = 8
+"""Of a group's exchanges that have an inbox, the first ones: an inbox stays for as long as its group."""
 NOTHING = "-"
 PAUSE = 0.002
 """Seconds between two looks at what other ranks say, when a group first exchanges something of a size."""
@@ -106,9 +108,9 @@ class Inboxes:
         nbytes = sent.nbytes
         if sent.device.type != "cuda" or not worth_pushing(sent, out, numbers, self._size):
             return None
-        if nbytes not in self._made:
+        if nbytes not in self._made and len(self._made) < MOST_SIZES:
             self._made[nbytes] = None if self.refusal(sent.device) else self._make(nbytes, sent.device)
-        return self._made[nbytes]
+        return self._made.get(nbytes)
 
     def refusal(self, device: torch.device) -> str:
         """Why this group's ranks do not push, in a rank's words; "": they do. The first call asks all ranks."""
