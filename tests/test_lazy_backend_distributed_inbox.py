@@ -8,6 +8,7 @@ from typing import Callable
 
 import pytest
 import torch
+import torch._lazy.metrics
 import torch.distributed as dist
 
 import lazy_backend
@@ -138,6 +139,29 @@ def test_a_program_of_many_sizes_keeps_few_inboxes(monkeypatch: pytest.MonkeyPat
     sent = [torch.empty(inboxes.LEAST + 2 * number, device="meta").as_subclass(Sent) for number in range(20)]
     found = [parties.find(one, one, [0, 2, 0]) for one in (*sent, sent[3])]
     assert found == [*(one.nbytes for one in sent[:inboxes.MOST_SIZES]), *[None] * (20 - inboxes.MOST_SIZES), sent[3].nbytes]
+
+
+def test_what_fails_on_one_rank_is_made_on_none() -> None:
+    store, found = dist.HashStore(), {}
+    torch.ones(1, device="lazysched")  # starts the core, whose metrics count why
+
+    def make(rank: int) -> str:
+        if rank:
+            raise RuntimeError("processes share no memory here\nand more")
+        return "inbox"
+
+    def run(rank: int) -> None:
+        party = Inboxes(None, store, rank, 2, timedelta(seconds=20), "g")  # type: ignore[arg-type]
+        found[rank] = [party._together("one", lambda: "inbox"), party._together("other", lambda: make(rank))]
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {0: ["inbox", None], 1: ["inbox", None]}
+    name = "CopyEnginesRefused: rank 1, other: processes share no memory here"
+    assert torch._lazy.metrics.counter_value(name) == 2
 
 
 HOST = ["a/1 gpu0", "a/1 gpu1"]

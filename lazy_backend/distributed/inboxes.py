@@ -1,5 +1,5 @@
-"""Exchanges that ranks push into each other's memory by the GPUs' copy engines. Imports torch, `ir_nodes.settings` and
-`barriers.passes.inbox`.
+"""Exchanges that ranks push into each other's memory by the GPUs' copy engines. Imports torch, `ir_nodes.settings`,
+`barriers.passes.inbox` and `lazy_backend.core`.
 
 NCCL's exchange is a kernel: it takes multiprocessors from what runs beside it. Where all ranks of a group have GPUs of one host
 that reach each other's memory, PyTorch's symmetric memory gives each rank an inbox that the others write to with plain copies,
@@ -13,15 +13,17 @@ import socket
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Sequence
+from typing import Callable, Sequence, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from barriers.passes.inbox import LEAST
 from ir_nodes import settings
+from lazy_backend import core
 
 Tensor = torch.Tensor
+T = TypeVar("T")
 MOST_RANKS = 8
 """A rank's copies to the others follow one another."""
 MOST_SIZES = 8
@@ -118,20 +120,32 @@ class Inboxes:
             places = self._say("place", f"{host()} {torch.cuda.get_device_properties(device).uuid}")
             reasons = self._say("reason", unable(places, self._rank, reach(device)))
             self._refusal = next((f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why), "")
-            if not self._refusal:
+            if self._refusal:
+                core.get().count(f"CopyEnginesRefused: {self._refusal}")
+            else:
                 torch._C._distributed_c10d._register_process_group(self._name, self._group)
         return self._refusal
 
     def _make(self, nbytes: int, device: torch.device) -> Inbox | None:
-        memory, why = None, ""
+        """None where a rank fails: then all leave exchanges of this size to NCCL."""
         allocate = torch._C._distributed_c10d._SymmetricMemory.empty_strided_p2p
-        try:
-            memory = allocate((nbytes,), (1,), torch.uint8, device, self._name)
-        except RuntimeError as error:  # such as no memory left
-            why = str(error).partition("\n")[0]
-        if any(self._say(f"memory {nbytes}", why)) or memory is None:
+        memory = self._together(f"memory {nbytes}", lambda: allocate((nbytes,), (1,), torch.uint8, device, self._name))
+        if memory is None:
             return None
-        return Inbox(self._name, self._rank, self._size, memory)
+        return self._together(f"inbox {nbytes}", lambda: Inbox(self._name, self._rank, self._size, memory))
+
+    def _together(self, what: str, make: Callable[[], T]) -> T | None:
+        """What ``make`` gives on this rank, if it fails on none."""
+        made, why = None, ""
+        try:
+            made = make()
+        except RuntimeError as error:  # such as no memory left, or a sandbox in which processes share none
+            why = str(error).partition("\n")[0] or "an error without words"
+        reasons = self._say(what, why)
+        for rank, reason in enumerate(reasons):
+            if reason:
+                core.get().count(f"CopyEnginesRefused: rank {rank}, {what}: {reason}")
+        return None if any(reasons) else made
 
     def _say(self, what: str, mine: str) -> list[str]:
         """What every rank says. Waits for those that have not come here yet."""
