@@ -12,6 +12,7 @@ from typing import Callable, Sequence
 
 from barriers.passes.cse import merge_common
 from barriers.passes.dead import eliminate_dead
+from barriers.passes.epilogues import join_relus
 from barriers.passes.fold import forward_copies
 from barriers.passes.hold_less import hold_less
 from barriers.passes.inbox import use_inbox
@@ -44,6 +45,9 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
     def cse(graph: Graph) -> Graph:
         return merge_common(graph, remarks)
 
+    def epilogues(graph: Graph) -> Graph:
+        return join_relus(graph, remarks) if partition is not None and not settings.current().templates else graph
+
     def own_part(graph: Graph) -> Graph:
         return read_own_part(graph, remarks, kernels=partition is not None)
 
@@ -67,8 +71,9 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
         return fit_budget(graph, settings.current().memory_budget, partition, unstored, remarks)
 
     passes: tuple[tuple[str, Pass], ...] = (
-        ("fold", fold), ("fold", eliminate_dead), ("cse", cse), ("own_part", own_part),
-        ("copy_engines", inbox), ("recompute", recompute), ("peak_order", peak_order), ("hold_less", spare),
+        ("fold", fold), ("fold", eliminate_dead), ("cse", cse), ("epilogues", epilogues),
+        ("own_part", own_part), ("copy_engines", inbox), ("recompute", recompute), ("peak_order", peak_order),
+        ("hold_less", spare),
     )
     allowed = [step for name, step in passes if settings.enabled(name)]
     return [*allowed, memory_budget] if settings.current().memory_budget else allowed

@@ -38,6 +38,8 @@ class Step(cuda_graph.Step, Protocol):
     def numbers(self) -> tuple[int, ...]: ...
     @property
     def draws(self) -> tuple[int, ...]: ...
+    @property
+    def early(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,7 @@ def earliest(steps: Sequence[Step], plan: MemoryPlan, graph: Graph, seen: Known)
     out: list[int] = []
     for index, step in enumerate(steps):
         touched, written = slots_of(step, plan, graph)
-        able = not step.blocked and all(plan.sizes[slot] <= LITTLE for slot in written & inputs)
+        able = step.early and not step.blocked and all(plan.sizes[slot] <= LITTLE for slot in written & inputs)
         written |= {slot for slot, _ in plan.allocs[index]} | set(plan.frees[index])
         touched |= written
         if not able:

@@ -67,6 +67,7 @@ class Emit:
     calls: bool = True  # numbers reach it through ATen, which a graph can't change
     numbers: tuple[int, ...] = ()  # the recorded ones that it takes
     draws: tuple[int, ...] = ()  # buffers of the generators that it draws from
+    early: bool = True  # it may run while others record: Python would wait for them
 
     @property
     def node(self) -> Node | None:
@@ -109,7 +110,9 @@ def emit_own(node: Node) -> Emit:
         return made if node.returns else None
 
     slots = (*use.buffers, *use.makes)
-    return Emit(use, written_buffers(node), lambda program: program.python(run, node.instr, slots), (node,))
+    blocked = blocked_call(node) or ("it brings its own memory" if node.returns else "")  # Python runs once, while it is captured
+    return Emit(use, written_buffers(node), lambda program: program.python(run, node.instr, slots), (node,), blocked,
+                numbers=tuple(scalars([node])), early=False)
 
 
 def operand_slots(node: Node) -> tuple[list[int], list[Chosen]]:

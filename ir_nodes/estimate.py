@@ -104,7 +104,7 @@ def _formula(target: str) -> Callable[..., Any] | None:
         return None
     if name == "linear":
         return lambda x, weight, *rest, **more: 2 * math.prod(x) * weight[0]
-    name = name.replace("_for_cpu", "").replace("_backward_overrideable", "_backward")
+    name = name.replace("_for_cpu", "").replace("_backward_overrideable", "_backward").replace("_addmm_activation", "addmm")
     packet = getattr(torch.ops.aten, name, None)
 
     return flop_registry.get(packet) if packet is not None else None
