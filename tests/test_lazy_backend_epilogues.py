@@ -40,7 +40,7 @@ def test_training_with_and_without(joined: bool) -> None:
     flush.watchers.append(watch)
     try:
         with settings.override(engine="triton", disable=frozenset() if joined else frozenset(("epilogues",))):
-            ours = train(DEVICE)
+            ours = train(DEVICE, batch)
     finally:
         flush.watchers.remove(watch)
     products = [target for target in found if target.startswith("aten::addmm") or target == TOGETHER]
