@@ -1,4 +1,4 @@
-"""Cuts a program into stretches that the driver may replay as CUDA graphs. Imports `codegen.memory_plan` and `ir_nodes`.
+"""Cuts a program into stretches that the driver may replay as CUDA graphs. Imports codegen's memory modules and `ir_nodes`.
 
 A stretch is a run of steps of which each only launches work. What ends one is told by `Emit.blocked`: Python, collectives, ATen
 kernels that draw random numbers in a way of their own; and the border between two segments, so that a profile still shows each.
@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol, Sequence
 
+from codegen.guests import Block
 from codegen.memory_plan import MemoryPlan
 from codegen.step_use import StepUse
 from ir_nodes import BufferKind, Graph, Node
@@ -41,7 +42,8 @@ class Step(Protocol):
 class Stretch:
     """Program steps ``first`` to before ``last``; the slots that they find filled and touch, leave filled, and empty; the
     recorded numbers that their ATen calls take (those of kernels are set at every replay); for each slot read, whether its bytes
-    may be brought from elsewhere."""
+    may be brought from elsewhere; the slot and the bytes of the block in which its results lie, no bytes: none does; where in
+    that each of ``makes`` lies, behind its end: in memory of its own."""
 
     first: int
     last: int
@@ -50,6 +52,8 @@ class Stretch:
     frees: tuple[int, ...]
     numbers: tuple[int, ...]
     movable: tuple[int, ...]
+    block: tuple[int, int] = (0, 0)
+    offsets: tuple[int, ...] = ()
 
 
 _PHILOX = frozenset("""
@@ -142,14 +146,19 @@ def stretch(
         if steps[index].calls:
             numbers.update(dict.fromkeys(scalars(steps[index].nodes)))
     reads = tuple(slot for slot in touched if slot in filled)
+    makes = tuple(slot for slot in made if slot not in gone)
+    under = next((slot for slot in made if slot in plan.blocks), 0)
+    block = plan.blocks.get(under, Block(0, {}))
     return Stretch(
         spans[indices[0]][0],
         spans[indices[-1]][1],
         reads,
-        tuple(slot for slot in made if slot not in gone),
+        makes,
         tuple(slot for slot in gone if slot in filled),
         tuple(numbers),
         tuple(int(slot not in written and movable(graph, slot)) for slot in reads),
+        (under, block.nbytes),
+        tuple(block.results.get(slot, block.nbytes) for slot in makes),
     )
 
 

@@ -51,7 +51,10 @@ class Program(Protocol):
     def alloc(self, slot: int, nbytes: int) -> None: ...
     def free(self, slot: int) -> None: ...
     def mark(self, depth: int, name: str) -> None: ...
-    def graph(self, first: int, last: int, uses: tuple[tuple[int, ...], ...], sizes: list[int]) -> None: ...
+    def graph(
+        self, first: int, last: int, uses: tuple[tuple[int, ...], ...], bytes_of: tuple[Sequence[int], Sequence[int]],
+        block: tuple[int, int],
+    ) -> None: ...
     def cut(self, ops: int, steps_and_saves: tuple[Sequence[int], Sequence[int]]) -> None: ...
 
 
@@ -86,11 +89,15 @@ def emit_call(node: Node) -> Emit:
     if node.instr < 0 or node.changed:
         return emit_own(node)
     slots, layouts = operand_slots(node)
-    if not node.relaid:
-        layouts = []
     draws = tuple(effect.value.buffer.index for effect in node.effects)
-    return Emit(node_use(node), written_buffers(node), lambda program: program.call(node.instr, slots, layouts), (node,),
-                blocked_call(node), numbers=tuple(scalars([node])), draws=draws)
+
+    def add(program: Program) -> None:
+        places = program.places if isinstance(program, Placed) else {}
+        inside = any(places[slot].offset for slot in slots if slot in places)
+        program.call(node.instr, slots, layouts if node.relaid or inside else [])
+
+    return Emit(node_use(node), written_buffers(node), add, (node,), blocked_call(node), numbers=tuple(scalars([node])),
+                draws=draws)
 
 
 def emit_own(node: Node) -> Emit:
@@ -153,13 +160,16 @@ class Placed:
     """Adds steps to ``program`` whose slots are a part of others', or others altogether."""
 
     def __init__(self, program: Program, places: Mapping[int, Place]) -> None:
-        self._program, self._places = program, places
+        self._program, self.places = program, places
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._program, name)
 
     def call(self, instr: int, slots: list[int], layouts: list[Chosen]) -> None:
-        self._program.call(instr, [self._places[slot].slot if slot in self._places else slot for slot in slots], layouts)
+        """``layouts``: of all ``slots`` if one of them is inside another, since a call finds what it takes by them."""
+        moved = [(dtype, size, stride, offset + (self.places[slot].offset if slot in self.places else 0) // dtype.itemsize)
+                 for slot, (dtype, size, stride, offset) in zip(slots, layouts)]
+        self._program.call(instr, [self.places[slot].slot if slot in self.places else slot for slot in slots], moved)
 
     def launch(
         self, function: int, grid: tuple[int, int, int], threads: int, shared: int, args: list[tuple[int, int, int]], instr: int
@@ -169,7 +179,7 @@ class Placed:
     def python(
         self, run: Callable[[list[object], list[object]], torch.Tensor | None], instr: int, slots: Sequence[int]
     ) -> None:
-        moving = [(slot, self._places[slot]) for slot in slots if slot in self._places]
+        moving = [(slot, self.places[slot]) for slot in slots if slot in self.places]
 
         def moved(found: list[Any], scalars: list[object]) -> torch.Tensor | None:
             seen = list(found)
@@ -178,11 +188,11 @@ class Placed:
                 seen[slot] = None if memory is None else memory[place.offset : place.offset + place.nbytes]
             return run(seen, scalars)
 
-        whole = [self._places[slot].slot if slot in self._places else slot for slot in slots]
+        whole = [self.places[slot].slot if slot in self.places else slot for slot in slots]
         self._program.python(moved if moving else run, instr, whole)
 
     def _address(self, kind: int, slot: int, offset: int) -> tuple[int, int, int]:
-        place = self._places.get(slot) if kind == POINTER else None
+        place = self.places.get(slot) if kind == POINTER else None
         return (kind, slot, offset) if place is None else (kind, place.slot, place.offset + offset)
 
 
@@ -224,7 +234,7 @@ def assemble(
     if graphs:
         for part in stretches(steps, spans, plan, graph):
             program.graph(part.first, part.last, (part.reads, part.makes, part.frees, part.numbers, part.movable),
-                          [plan.sizes[slot] for slot in part.makes])
+                          ([plan.sizes[slot] for slot in part.makes], part.offsets), part.block)
     early, why = cuts(steps, plan, graph, seen) if seen is not None else ([], "")
     if why:
         refused(why)

@@ -9,16 +9,17 @@ lies in one arena.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Iterable, NamedTuple, Sequence
+from typing import Iterable, Mapping, NamedTuple, Sequence
 
-from codegen.static_plan import Piece, guests, offsets, shared
+from codegen.guests import Block, lodge
+from codegen.static_plan import Piece, offsets, shared
 from codegen.step_use import StepUse
 from ir_nodes import BufferKind, Graph, settings
 
 LITTLE = 1 << 20
 """Bytes that an arena may add to the peak."""
 GUEST = 1 << 16
-"""Bytes from which a value is placed where a result will be."""
+"""Bytes from which a value is placed where results will be, and a result among others."""
 
 
 class Place(NamedTuple):
@@ -35,7 +36,8 @@ class MemoryPlan:
 
     ``places``: where buffers and temporaries lie that have no slot of their own. ``reused``: how many buffers are written over
     one that dies; ``not_reused``: why others, which a kernel could write so, are not. ``arena``: bytes of the slot that holds
-    many; ``apart``: what these would take, each by itself. ``sizes``: bytes of each slot.
+    many; ``apart``: what these would take, each by itself. ``sizes``: bytes of each slot. ``blocks``: by slot, memory in which a
+    CUDA graph's results lie once it is captured; until then it is there for their guests only. ``standing``: such results.
     """
 
     allocs: list[list[tuple[int, int]]]
@@ -49,19 +51,31 @@ class MemoryPlan:
     apart: int = 0
     sizes: list[int] = field(default_factory=list)
     kept: frozenset[int] = frozenset()  # slots that are handed out at the end, and of inputs that stay
+    blocks: dict[int, Block] = field(default_factory=dict)
+    standing: frozenset[int] = frozenset()
 
     def slot_of(self, slot: int) -> int:
         """The slot in which a buffer or temporary lies."""
         return self.places[slot].slot if slot in self.places else slot
 
+    def share(self, offsets: Mapping[int, int], nbytes: int, first: int, last: int) -> int:
+        """A new slot that is there from step ``first`` to ``last``, in which others lie, at these ``offsets``."""
+        new, self.slots = self.slots, self.slots + 1
+        self.places.update((slot, Place(new, offset, self.sizes[slot])) for slot, offset in offsets.items())
+        self.sizes.append(nbytes)
+        self.allocs[first].append((new, nbytes))
+        self.frees[last].append(new)
+        return new
+
     def held(self, uses: Sequence[StepUse]) -> list[int]:
-        """Bytes in use while each step runs, inputs and results included."""
-        now = sum(self.sizes[slot] for slot in self.inputs)
+        """Bytes in use while each step runs, inputs and results included; a CUDA graph's, as if it were captured, all along."""
+        now = sum(self.sizes[slot] for slot in (*self.inputs, *self.standing))
+        there = self.standing | self.blocks.keys()
         found: list[int] = []
         for use, allocs, frees in zip(uses, self.allocs, self.frees):
-            now += sum(nbytes for _, nbytes in allocs) + sum(self.sizes[slot] for slot in use.makes)
+            now += sum(self.sizes[slot] for slot in (*(slot for slot, _ in allocs), *use.makes) if slot not in there)
             found.append(now)
-            now -= sum(self.sizes[slot] for slot in frees)
+            now -= sum(self.sizes[slot] for slot in frees if slot not in there)
         return found
 
 
@@ -76,10 +90,10 @@ def plan_memory(
 
     Live buffers are handed out at the end and never freed; inputs nobody holds any more are freed after their last use. An arena
     is there from the first use of what lies in it to the last; it is left out where that would raise the peak. The results of a
-    CUDA graph have their memory all along, so what dies before one is made may lie there.
+    CUDA graph have their memory all along, so what dies before they are made may lie there.
     """
     planner = Planner(graph, uses, temporaries, donate)
-    if graphs and settings.enabled("static_plan"):
+    if graphs:
         planner.invite(runs or [(0, len(uses))])
     apart = planner.plan([])
     pieces = planner.pieces() if settings.enabled("static_plan") and not graphs else []
@@ -102,52 +116,55 @@ class Planner:
         able = settings.enabled("inplace")
         self.taken, self.refused = shared(uses, graph.buffers, self.first, self.last, donate) if able else ({}, {})
         self.live = {buffer.index for buffer in graph.buffers if buffer.live}
-        self.guests: dict[int, int] = {}
+        self.blocks: list[Block] = []
+        self.standing: frozenset[int] = frozenset()
         for new, slot in self.taken.items():
             self.last[slot] = max(self.last[slot], self.own_last[new])
             if new in self.live:
                 self.live.add(slot)
 
     def invite(self, runs: Sequence[tuple[int, int]]) -> None:
-        """Find values that can lie where results will be, both made in the same of the ``runs`` of steps: memory that
-        a CUDA graph finds filled has to stay where it is."""
-        fixed = {slot for use in self.uses for slot in (*use.makes, *(use.buffers if use.keeps else ()))}
+        """Lay the results of each of the ``runs`` of steps, which may become a CUDA graph, into a block where values lie that die
+        before; both are made in the same run: memory that a graph finds filled has to stay where it is."""
         home = {step: number for number, (begin, end) in enumerate(runs) for step in range(begin, end)}
+        made = [slot for slot in self._slots()
+                if slot not in self.taken and not self._is_input(slot) and self.first[slot] in home]
+        self.standing = frozenset(slot for slot in made if slot in self.live)
+        if not settings.enabled("static_plan"):
+            return
+        fixed = {slot for use in self.uses for slot in (*use.makes, *(use.buffers if use.keeps or use.whole else ()))}
+        fixed.update(self.taken[new] for new in self.taken if new in fixed)
         sides: dict[int, tuple[list[Piece], list[Piece]]] = {}
-        for slot in self._slots():
-            if slot in self.taken or slot in fixed or self._is_input(slot) or self.sizes[slot] < GUEST:
-                continue
-            if self.first[slot] in home:
+        for slot in made:
+            if slot not in fixed and self.sizes[slot] >= GUEST:
                 both = sides.setdefault(home[self.first[slot]], ([], []))
                 both[slot in self.live].append(Piece(slot, self.sizes[slot], self.first[slot], self.last[slot]))
-        for others, results in sides.values():
-            self.guests |= guests(others, results)
+        held = self.plan([]).held(self.uses)
+        blocks = [lodge(others, results, held, range(*runs[number])) for number, (others, results) in sides.items() if results]
+        self.blocks = [block for block in blocks if block is not None]
 
     def plan(self, pieces: Sequence[Piece]) -> MemoryPlan:
         """The plan with ``pieces`` in an arena."""
         plan = MemoryPlan([[] for _ in self.uses], [[] for _ in self.uses], slots=len(self.sizes), sizes=[*self.sizes],
-                          reused=len(self.taken), not_reused=tuple(self.refused.values()), kept=frozenset(self.live))
+                          reused=len(self.taken), not_reused=tuple(self.refused.values()), kept=frozenset(self.live),
+                          standing=self.standing)
         placed, plan.arena = offsets(pieces)
-        inside = {piece.slot for piece in pieces}
-        begin = {host: self.first[guest] for guest, host in self.guests.items()}
+        inside = {piece.slot for piece in pieces}.union(*(block.guests for block in self.blocks))
         for slot in self._slots():
             buffer = self.buffers[slot] if slot < len(self.buffers) else None
-            if slot in inside or slot in self.taken or slot in self.guests:
+            if slot in inside or slot in self.taken:
                 continue
             if buffer is not None and buffer.kind is BufferKind.INPUT:
                 plan.inputs.append(slot)
             elif slot not in self.uses[self.first[slot]].makes:
-                plan.allocs[begin.get(slot, self.first[slot])].append((slot, self.sizes[slot]))
+                plan.allocs[self.first[slot]].append((slot, self.sizes[slot]))
             if slot not in self.live:
                 plan.frees[self.last[slot]].append(slot)
         if pieces:
-            arena, plan.slots = plan.slots, plan.slots + 1
-            plan.sizes.append(plan.arena)
             plan.apart = sum(piece.nbytes for piece in pieces)
-            plan.allocs[min(piece.first for piece in pieces)].append((arena, plan.arena))
-            plan.frees[max(piece.last for piece in pieces)].append(arena)
-            plan.places.update((slot, Place(arena, offset, self.sizes[slot])) for slot, offset in placed.items())
-        plan.places.update((guest, Place(host, 0, self.sizes[guest])) for guest, host in self.guests.items())
+            plan.share(placed, plan.arena, min(piece.first for piece in pieces), max(piece.last for piece in pieces))
+        for block in self.blocks:
+            plan.blocks[plan.share(block.guests, block.extent, block.first, block.last)] = block
         for new, slot in self.taken.items():
             plan.places[new] = plan.places.get(slot, Place(slot, 0, self.sizes[slot]))
         return plan

@@ -1,5 +1,5 @@
-"""Places buffers in memory that others have left or do not need yet: over operands that die, where results will be, and side by
-side in one arena. Imports `ir_nodes` and `codegen.step_use` only."""
+"""Places buffers in memory that others have left: over operands that die, and side by side in one arena. Imports `ir_nodes` and
+`codegen.step_use` only."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from ir_nodes import Buffer, BufferKind
 
 ALIGNMENT = 256
 """What CUDA's allocator gives, and more than any kernel asks for."""
-SIZES = 4
-"""Sizes of hosts that are looked at for a guest."""
 
 
 def shared(
@@ -58,24 +56,6 @@ def shared(
     return taken, {new: reason for new, reason in refused.items() if new not in taken}
 
 
-def guests(pieces: Sequence[Piece], hosts: Sequence[Piece]) -> dict[int, int]:
-    """For pieces that end before one of the ``hosts`` begins and fit into it, that one's slot: at most one piece for each host.
-
-    What lives longest goes first. Of the hosts of a size the one that begins the soonest is taken.
-    """
-    free: dict[int, list[tuple[int, int]]] = {}  # (first step, slot) of each size
-    for host in hosts:
-        insort(free.setdefault(host.nbytes, []), (host.first, host.slot))
-    sizes, found = sorted(free), {}
-    for piece in sorted(pieces, key=lambda piece: (-piece.nbytes * (piece.last - piece.first), piece.slot)):
-        for size in sizes[bisect_left(sizes, piece.nbytes) :][:SIZES]:
-            place = bisect_left(free[size], (piece.last + 1, -1))
-            if place < len(free[size]):
-                found[piece.slot] = free[size].pop(place)[1]
-                break
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class Piece:
     """What is to be placed: a slot, its bytes, and the first and last step that touch it."""
@@ -102,10 +82,14 @@ def offsets(pieces: Sequence[Piece]) -> tuple[dict[int, int], int]:
             _, offset, nbytes = ending.pop(0)
             arena.give(offset, nbytes)
         for piece in sorted(begin[step], key=lambda piece: (-piece.nbytes, piece.slot)):
-            nbytes = -(-max(piece.nbytes, 1) // ALIGNMENT) * ALIGNMENT
+            nbytes = padded(piece.nbytes)
             placed[piece.slot] = arena.take(nbytes)
             insort(ending, (piece.last, placed[piece.slot], nbytes))
     return placed, arena.top
+
+
+def padded(nbytes: int) -> int:
+    return -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ class StepUse:
     ``reuses``: (written, read) buffers that may share memory, if the step is the last to read the one and the first to write the
     other. ``by_address``: it takes addresses, so what it touches may lie anywhere; ATen's ops take whole slots. ``keeps``: what
     it touches is in use until somebody waits for it, perhaps in a later recording: the memory of a collective that it starts.
+    ``whole``: it finds what it touches at the start of a slot only, for the core is told no layout with a conjugation.
     """
 
     buffers: tuple[int, ...]
@@ -24,6 +25,7 @@ class StepUse:
     reuses: tuple[tuple[int, int], ...] = ()
     by_address: bool = False
     keeps: bool = False
+    whole: bool = False
 
 
 def kernel_use(step: KernelStep) -> StepUse:
@@ -39,4 +41,6 @@ def node_use(node: Node) -> StepUse:
     returned = {node.writes[index].value.buffer.index: None for index in node.returns if index is not None}
     touched = dict.fromkeys(value.buffer.index for value in node.inputs())
     touched.update(dict.fromkeys(write.value.buffer.index for write in node.writes))
-    return StepUse(tuple(b for b in touched if b not in returned), tuple(returned), keeps=info(node.target).kind in COLLECTIVE)
+    flipped = any(part.layout.flipped for part in (*node.reads, *node.writes))
+    return StepUse(tuple(b for b in touched if b not in returned), tuple(returned), keeps=info(node.target).kind in COLLECTIVE,
+                   whole=flipped)

@@ -50,7 +50,7 @@ def compile_all(made: Plan) -> None:
 def execute(recording: Recording, made: Plan, places: MemoryPlan | None = None) -> dict[int, torch.Tensor]:
     """Run the plan on the recording's inputs; memory that nothing wrote is 0xFF. Returns the bytes of every buffer.
 
-    ``places``: where buffers lie that have no memory of their own.
+    ``places``: where buffers lie that have no memory of their own, as while a CUDA graph is captured.
     """
     memory = {}
     for buffer in recording.graph.buffers:
@@ -59,6 +59,10 @@ def execute(recording: Recording, made: Plan, places: MemoryPlan | None = None) 
         if given is not None:
             memory[buffer.index].copy_(given)
     slots: dict[int, torch.Tensor] = dict(memory)
+    for slot, block in places.blocks.items() if places is not None else ():
+        slots[slot] = torch.full((block.nbytes + 16,), 0xFF, dtype=torch.uint8)
+        slots.update((result, slots[slot][start : start + places.sizes[result]]) for result, start in block.results.items())
+        memory.update((result, slots[result]) for result in block.results if result in memory)
     for index, place in places.places.items() if places is not None else ():
         whole = slots.setdefault(place.slot, torch.full((places.sizes[place.slot] + 16,), 0xFF, dtype=torch.uint8))
         memory[index] = whole[place.offset : place.offset + place.nbytes]

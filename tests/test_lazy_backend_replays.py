@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import lazy_backend
+from codegen import memory_plan
 from ir_nodes import settings
 from lazy_backend import core, flush
 from tests.children import ROOT
@@ -46,6 +47,12 @@ def memory(tensor: torch.Tensor) -> int:
 
 def at(address: int) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_float * SIZE).from_address(address), dtype=torch.float32)
+
+
+def products(x: torch.Tensor) -> torch.Tensor:
+    """The first product is gone before the last one is made."""
+    m = x.view(8, 8)
+    return m.mm(m).mm(m).mm(m).mm(m).view(SIZE)
 
 
 class Driver:
@@ -109,6 +116,27 @@ def results_of_aten() -> None:
     for y, x in held:
         torch.testing.assert_close(y.cpu(), norm(x))
     assert driver.captures == 1
+
+
+def results_side_by_side() -> None:
+    """They are parts of a block in which other values lie before, and each can be moved out of it."""
+    memory_plan.GUEST = 1
+    plans: list[memory_plan.MemoryPlan] = []
+    plan = memory_plan.Planner.plan
+    memory_plan.Planner.plan = lambda self, pieces: plans.append(plan(self, pieces)) or plans[-1]  # type: ignore[assignment, func-returns-value]
+    driver = Driver(products)
+    y = driver.warm()
+    blocks = [block for made in plans for block in made.blocks.values()]
+    assert blocks and all(block.nbytes >= y.nbytes and block.guests for block in blocks)
+    held = [(y, driver.x.cpu()), *((driver.step(), driver.x.cpu()) for _ in range(4))]
+    for y, x in held:
+        torch.testing.assert_close(y.cpu(), products(x))
+    assert driver.captures == 1 and len({memory(y) for y, _ in held}) == len(held) and memory(held[-1][0]) == driver.made
+    held[-1][0].add_(1)
+    lazy_backend.mark_step()
+    y = driver.step()
+    assert not torch.equal(y.cpu(), held[-1][0].cpu())
+    torch.testing.assert_close(held[-1][0].cpu(), products(held[-1][1]) + 1)
 
 
 def numbers_of_calls() -> None:
@@ -181,7 +209,8 @@ def every_result_lent() -> None:
     assert any("others keep what it makes" in name for name in torch._lazy.metrics.counter_names())
 
 
-SCENES = (held_results, results_of_aten, numbers_of_calls, lent_results, addresses, collectives, every_result_lent)
+SCENES = (held_results, results_of_aten, results_side_by_side, numbers_of_calls, lent_results, addresses, collectives,
+          every_result_lent)
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)

@@ -190,9 +190,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readwrite("guessed", &Program::guessed).def_readwrite("slots", &Program::slots).def_readwrite("inputs", &Program::inputs)
       .def_readwrite("outputs", &Program::outputs).def_readwrite("rest", &Program::rest).def_readwrite("kept", &Program::kept)
       .def("call", &add_call)
-      .def("graph", [](Program& p, size_t first, size_t last, std::array<std::vector<int32_t>, 5> uses, std::vector<size_t> sizes) {
-        auto& [reads, makes, frees, numbers, movable] = uses;
-        p.graphs.push_back({first, last, reads, makes, frees, numbers, movable, sizes});
+      .def("graph", [](Program& p, size_t first, size_t last, std::array<std::vector<int32_t>, 5> of,
+                       std::array<std::vector<size_t>, 2> bytes, std::pair<int32_t, size_t> block) {
+        p.graphs.push_back({first, last, of[0], of[1], of[2], of[3], of[4], bytes[0], bytes[1], block});
       })
       .def("cut", [](Program& p, size_t n, std::array<std::vector<int32_t>, 2> of) { p.cuts.push_back({n, of[0], of[1]}); })
       .def("launch", &add_launch)

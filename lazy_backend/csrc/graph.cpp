@@ -2,6 +2,7 @@
 // of a graph. Memory that moves from run to run is copied to where the graph reads it; numbers of kernels are set anew.
 #include "runner.h"
 
+#include <ATen/ops/from_blob.h>
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
@@ -64,8 +65,7 @@ void Runner::capture(Program::Graph& g) {
   const auto restore = c10::make_scope_exit([&, before = slots, mine = stream] {
     slots = before, stream = mine, captured = nullptr, step = g.first;
   });
-  g.stream = stream;
-  g.launch = nullptr, g.made.clear(), g.settings.clear();
+  g.stream = stream, g.launch = nullptr, g.made.clear(), g.settings.clear();
   std::vector<at::Generator> states;
   for (size_t i = g.first; i < g.last; i++) {
     const auto* c = std::get_if<Program::Call>(&program.steps[i].what);
@@ -74,9 +74,15 @@ void Runner::capture(Program::Graph& g) {
     g.settings.push_back({i, nullptr, {from, c->drawn}, states.emplace_back(trace->buffers[from]->generator.clone())});
   }
   for (size_t i = 0; i < g.reads.size(); i++) if (g.copies[i]) slots[g.reads[i]] = g.copies[i];
-  // Results lie outside of the pool that graphs share: others are replayed before these have been read.
-  for (size_t i = 0; i < g.makes.size(); i++)
-    pin(slots[g.makes[i]] = g.made.emplace_back(physical_bytes(g.sizes[i], device)), 0);
+  // Results lie outside of the pool that graphs share: others are replayed before these have been read. Many lie side by side,
+  // each as a storage of its own that keeps the block, so that values which die before they are made have their memory until then.
+  const auto block = physical_bytes(g.block.second, device);
+  if (g.block.second) slots[g.block.first] = block;
+  for (size_t i = 0; i < g.makes.size(); i++) {
+    auto* start = g.offsets[i] < g.block.second ? static_cast<char*>(block.mutable_data()) + g.offsets[i] : nullptr;
+    auto part = [&](int64_t n) { return at::from_blob(start, {n}, [block](void*) {}, bytes_of(block).options()).storage(); };
+    pin(slots[g.makes[i]] = g.made.emplace_back(start ? part(g.sizes[i]) : physical_bytes(g.sizes[i], device)), 0);
+  }
   auto [exec, launch] = (*capturer)(device, states, [&](uintptr_t other) {
     stream = reinterpret_cast<void*>(other), captured = &g;
     for (step = g.first; step < g.last; step++) run_step();
@@ -92,16 +98,14 @@ void Runner::capture(Program::Graph& g) {
 
 void Runner::note_kernel(const Program::Launch& l) {
   if (std::all_of(l.args.begin(), l.args.end(), [](const auto& a) { return a.fixed(); })) return;
-  void* last = nullptr;  // what the next launch would wait for: the kernel that was just launched
-  size_t n = 0;
+  size_t n = 0; void* last = nullptr;  // what the next launch would wait for: the kernel that was just launched
   check_driver(lazysched_last_captured(stream, &last, &n), "looking at a capture");
   TORCH_CHECK(n == 1, "a launch left ", n, " loose ends");
   captured->settings.push_back({step, last, words, {}});
 }
 
 void Runner::replay(Program::Graph& g) {
-  for (size_t i = 0; i < g.reads.size(); i++)
-    if (g.copies[i]) bytes_of(g.copies[i]).copy_(bytes_of(slots[g.reads[i]]), /*non_blocking=*/true);
+  for (size_t i = 0; i < g.reads.size(); i++) if (g.copies[i]) bytes_of(g.copies[i]).copy_(bytes_of(slots[g.reads[i]]), true);
   for (auto& ours : g.made) {
     // Else somebody still has the last run's result: it gets memory of its own.
     if (ours.use_count() == 1 || ours.device_type() != physical_type()) continue;
@@ -122,8 +126,7 @@ void Runner::replay(Program::Graph& g) {
     const auto& l = std::get<Program::Launch>(program.steps[k.step].what);
     bool changed = false;
     for (size_t i = 0; i < l.args.size(); i++) {
-      if (l.args[i].fixed()) continue;
-      const auto word = launch_word(l.args[i]);
+      const auto word = l.args[i].fixed() ? k.words[i] : launch_word(l.args[i]);
       changed |= std::exchange(k.words[i], word) != word;
     }
     if (!changed) continue;

@@ -34,9 +34,11 @@ struct Program {
   // Steps that the driver replays in one go. Addresses are a part of it, so it serves as long as they hold; see graph.cpp.
   struct Graph {
     size_t first, last;
-    std::vector<int32_t> reads, makes, frees, numbers;  // slots from outside, filled, emptied; the numbers that its calls take
-    std::vector<int32_t> movable;                       // for each of `reads`: it may be copied to where the graph reads it
-    std::vector<size_t> sizes;                          // bytes of each of `makes`
+    // Slots from outside, filled, emptied; the numbers that its calls take; for each of `reads`: may it be copied to where the
+    // graph reads it? Of each of `makes` the bytes, and where in the block it lies: behind its end, in memory of its own.
+    std::vector<int32_t> reads, makes, frees, numbers, movable;
+    std::vector<size_t> sizes, offsets;
+    std::pair<int32_t, size_t> block;  // the slot of what lies under results before they are made, and its bytes, 0: nothing does
     void *exec = nullptr, *stream = nullptr;
     std::function<void()> launch;  // keeps its memory; called where its calls draw: PyTorch tells their kernels from which state
     std::vector<const void*> bound;            // where the bytes of what it reads lay

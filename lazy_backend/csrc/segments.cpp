@@ -36,10 +36,8 @@ int32_t current_segment(const torch::autograd::Node* node) {
   if (!node || !any_made) return forward;
   const auto number = static_cast<int64_t>(node->sequence_nr());
   std::shared_lock<std::shared_mutex> lock(made_mutex);
-  auto it = made.upper_bound({node->thread_id(), number, 0});
-  while (it != made.begin()) {
-    --it;
-    const auto& [thread, first, end] = it->first;
+  for (auto it = made.upper_bound({node->thread_id(), number, 0}); it != made.begin();) {
+    const auto& [thread, first, end] = (--it)->first;
     if (thread != node->thread_id()) break;
     if (-end > number) return it->second;
   }
