@@ -127,6 +127,22 @@ def test_every_norm_along_a_residual_stream_is_computed_again() -> None:
     assert after.moved < 0.84 * before.moved and after.peak < 0.7 * before.peak
 
 
+def test_the_norm_of_an_embedding_is_computed_again_in_the_kernel_that_scatters_its_gradient() -> None:
+    """The gradient goes to a table of more rows, in several kernels; what is computed again is as large as what was picked."""
+    tokens = torch.arange(64) * 5 % 256
+
+    def norm(table: torch.Tensor, w: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        x = F.embedding(tokens, table.bfloat16())
+        y = x.float()
+        y = weight.bfloat16() * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-5)).bfloat16()
+        return (x + y @ w.bfloat16()).float().square().sum()
+
+    again = copies(trained(norm), *made((256, 64), (64, 64), (64,)))
+    assert {"pow", "mul"} <= {*again}
+    before, after = check(trained(norm), *made((256, 64), (64, 64), (64,)))
+    assert after.kernels <= before.kernels and after.moved < before.moved and after.peak <= before.peak
+
+
 def test_swiglu_keeps_gate_and_input_only() -> None:
     before, after = check(trained(lambda x, a, b, c: ((F.silu(x @ a) * (x @ b)) @ c).square().sum()),
                           *made((64, 32), (32, 48), (32, 48), (48, 32)))

@@ -117,8 +117,6 @@ class _Recomputer:
 
     def _kernel(self, number: int) -> Copied | None:
         nodes = self.kernels[number][0]
-        if any(self.home[node] != number for node in nodes):
-            return None  # lists of tensors, in several kernels at once
         sinks, fixed = self._operands(nodes, number)
         if not sinks:
             return None
@@ -150,7 +148,7 @@ class _Recomputer:
                 maker = read.value.producer
                 if maker is None or self.home.get(maker) != number:
                     plain = maker is not None and is_cheap(maker) and self._fused(maker) and sees_all(read, maker)
-                    if plain:
+                    if plain and self.home[node] == number:  # not lists of tensors or scattered sums, in several kernels at once
                         sinks[read.value] = None
                     else:
                         fixed.add(read.value)
@@ -246,7 +244,9 @@ class Space:
     @staticmethod
     def of(nodes: Sequence[Node]) -> Space:
         rows = [node for node in nodes if info(node.target).kind in (*ROWS, "loss")]
-        sizes = [part.layout.numel for node in nodes for part in (*node.reads, *node.writes)]
+        # A table that rows are picked from or added to is not walked.
+        walked = [node for node in nodes if info(node.target).kind not in ("gather", "scatter")] or nodes
+        sizes = [part.layout.numel for node in walked for part in (*node.reads, *node.writes)]
         return Space(max(sizes), frozenset(write.layout.numel for node in rows for write in node.writes), bool(rows))
 
     def holds(self, node: Node) -> bool:
