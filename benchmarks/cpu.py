@@ -4,9 +4,10 @@
     python -m benchmarks.cpu --threads 2 --rounds 3
 
 Contestants: eager and torch.compile, without and with PyTorch's fused AdamW, torch.compile with the optimizer compiled, LTC, and
-lazysched on its aten and its inductor engine, and with fused AdamW and the whole step wrapped in `lazy_backend.replayed`.
-All run once a round, each in a process of its own; the first round compiles, the others find what it left on disk. Milliseconds a
-step are the median and the smallest of all blocks; beside them the processor's time, which other programs disturb less.
+lazysched on its aten and its inductor engine, and with fused AdamW and the whole step wrapped in `lazy_backend.replayed`; "ltc",
+which takes minutes for the GPT, runs only where it is named. All run once a round, each in a process of its own; the first round
+compiles, the others find what it left on disk; why one failed stands below the table. Milliseconds a step
+are the median and the smallest of all blocks; beside them the processor's time, which other programs disturb less.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from benchmarks.common import fresh_caches, hand_in, in_process, save, spread, t
 from examples.gpt import GPT, SIZES
 
 CONTESTANTS = ("eager", "eager+fused", "compile", "compile+fused", "compile+opt", "lazysched", "lazysched+inductor",
-               "lazysched+replay", "ltc")  # the last only where it is named
+               "lazysched+replay", "lazysched+inductor+replay", "ltc")  # the last only where it is named
 STEPS = {"gpt": 4, "mlp": 40}  # of one timed block
 Result = dict[str, Any]
 
@@ -52,27 +53,25 @@ class Loop:
     """One contestant's training loop; every contestant starts from the same weights and data."""
 
     def __init__(self, contestant: str, model: str) -> None:
-        self.way, _, self.extra = contestant.partition("+")
+        self.way, *extras = contestant.split("+")
         self.lazy = self.way in ("ltc", "lazysched")
         if self.way == "lazysched":
             importlib.import_module("lazy_backend")  # registers the device, in this contestant only
         elif self.way == "ltc":
-            from torch._lazy import ts_backend
-
-            ts_backend.init()
+            start_ltc()
         device = {"lazysched": "lazysched", "ltc": "lazy"}.get(self.way, "cpu")
         torch.manual_seed(0)
         module, self.loss, data = MODELS[model]()
         module.to(device)
         self.data = tuple(tensor.to(device) for tensor in data)
-        fused = True if self.extra in ("fused", "replay") else None
+        fused = True if {"fused", "replay"} & set(extras) else None
         self.optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=fused)
         self.update: Callable[[], Any] = self.optimizer.step
         if self.way == "compile":
             self.loss = torch.compile(self.loss)
-            self.update = torch.compile(self.optimizer.step) if self.extra == "opt" else self.update
+            self.update = torch.compile(self.optimizer.step) if "opt" in extras else self.update
         self.work: Callable[..., Tensor] = self.on_device
-        if self.extra == "replay":
+        if "replay" in extras:
             self.work = importlib.import_module("lazy_backend").replayed(self.on_device)
 
     def step(self) -> Tensor:
@@ -96,6 +95,15 @@ class Loop:
         return (time.perf_counter() - wall) / steps * 1e3, (time.process_time() - busy) / steps * 1e3
 
 
+def start_ltc() -> None:
+    """Starts PyTorch's own lazy tensors. Of what unpacking such a tensor gives, ops come out on the CPU and the next one that
+    mixes both fails ("Input tensor is not a lazy tensor"), so tensors are unpacked by indexing instead, which LTC knows."""
+    from torch._lazy import ts_backend
+
+    ts_backend.init()
+    torch.Tensor.__iter__ = lambda self: iter([self[index] for index in range(len(self))])  # type: ignore[method-assign]
+
+
 def child(contestant: str, options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
     model = options.models[0]
@@ -107,21 +115,23 @@ def child(contestant: str, options: argparse.Namespace) -> None:
              "loss": loop.step().item()})
 
 
-def run(model: str, options: argparse.Namespace) -> dict[str, list[Result]]:
-    """What each contestant hands in, per round; one that fails is told and left out."""
+def run(model: str, options: argparse.Namespace) -> tuple[dict[str, list[Result]], dict[str, str]]:
+    """What each contestant hands in, per round, and why others failed, which are left out from then on."""
     results: dict[str, list[Result]] = {name: [] for name in options.contestants}
+    failed: dict[str, str] = {}
     arguments = ["--models", model, "--threads", str(options.threads), "--blocks", str(options.blocks)]
     with fresh_caches() as variables:
         for number in range(options.rounds):
             for name in list(results):
                 print(f"{model}: {name}, round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
-                engine = {"LAZYSCHED_ENGINE": "inductor" if name.endswith("+inductor") else "aten"}
+                engine = {"LAZYSCHED_ENGINE": "inductor" if "+inductor" in name else "aten"}
                 try:
                     results[name].append(in_process("benchmarks.cpu", name, arguments, variables | engine, options.timeout))
                 except RuntimeError as error:
                     print(f"{model}: {error}", file=sys.stderr, flush=True)
+                    failed[name] = str(error).strip().splitlines()[-1]
                     del results[name]
-    return results
+    return results, failed
 
 
 def summary(runs: list[Result]) -> Result:
@@ -132,13 +142,15 @@ def summary(runs: list[Result]) -> Result:
             "cold_s": sum(runs[0]["first_s"]), "warm_s": sum(runs[-1]["first_s"]) if len(runs) > 1 else None}
 
 
-def show(model: str, found: dict[str, Result]) -> None:
-    base = found[next(iter(found))]
+def show(model: str, found: dict[str, Result], failed: dict[str, str]) -> None:
+    base = next(iter(found.values()), {})
     rows = [[name, f"{r['wall_ms']:.2f}", f"{r['least_ms']:.2f}", f"{r['spread']:.0%}", f"{r['busy_ms']:.2f}",
              f"{base['wall_ms'] / r['wall_ms']:.2f}", f"{r['cold_s']:.1f}", "" if r["warm_s"] is None else f"{r['warm_s']:.1f}",
              f"{r['loss']:.5f}"] for name, r in found.items()]
     print(f"\n{model}")
     print(table(["", "ms/step", "least", "spread", "CPU ms", "x eager", "cold s", "warm s", "loss"], rows))
+    for name, why in failed.items():
+        print(f"{name} failed: {why}")
 
 
 def main() -> None:
@@ -155,12 +167,12 @@ def main() -> None:
         child(options.child, options)
         return
     torch.set_num_threads(options.threads)
-    found = {}
+    found, failures = {}, {}
     for model in options.models:
-        runs = run(model, options)
+        runs, failures[model] = run(model, options)
         found[model] = {name: summary(one) for name, one in runs.items()}
-        show(model, found[model])
-    save("cpu", {"options": vars(options), "models": found})
+        show(model, found[model], failures[model])
+    save("cpu", {"options": vars(options), "models": found, "failed": failures})
 
 
 if __name__ == "__main__":

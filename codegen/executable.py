@@ -12,6 +12,7 @@ from codegen.cuda_graph import blocked_call, capturable, scalars, stretches
 from codegen.early import Known, cuts
 from codegen.memory_plan import Place, plan_memory
 from codegen.step_use import StepUse, node_use
+from codegen.threads import small
 from ir_nodes import Graph, Layout, Node, call, ops
 from ir_nodes.node import Buffer, Operand, Target, Write
 
@@ -41,7 +42,7 @@ class Program(Protocol):
     nodes: int
     dead: int
 
-    def call(self, instr: int, slots: list[int], layouts: list[Chosen]) -> None: ...
+    def call(self, instr: int, slots: list[int], layouts: list[Chosen], alone: bool) -> None: ...
     def launch(
         self, function: int, grid: tuple[int, int, int], threads: int, shared: int, args: list[tuple[int, int, int]], instr: int
     ) -> None: ...
@@ -90,11 +91,12 @@ def emit_call(node: Node) -> Emit:
         return emit_own(node)
     slots, layouts = operand_slots(node)
     draws = tuple(effect.value.buffer.index for effect in node.effects)
+    alone = small(node)
 
     def add(program: Program) -> None:
         places = program.places if isinstance(program, Placed) else {}
         inside = any(places[slot].offset for slot in slots if slot in places)
-        program.call(node.instr, slots, layouts if node.relaid or inside else [])
+        program.call(node.instr, slots, layouts if node.relaid or inside else [], alone)
 
     return Emit(node_use(node), written_buffers(node), add, (node,), blocked_call(node), numbers=tuple(scalars([node])),
                 draws=draws)
@@ -165,11 +167,11 @@ class Placed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._program, name)
 
-    def call(self, instr: int, slots: list[int], layouts: list[Chosen]) -> None:
+    def call(self, instr: int, slots: list[int], layouts: list[Chosen], alone: bool) -> None:
         """``layouts``: of all ``slots`` if one of them is inside another, since a call finds what it takes by them."""
         moved = [(dtype, size, stride, offset + (self.places[slot].offset if slot in self.places else 0) // dtype.itemsize)
                  for slot, (dtype, size, stride, offset) in zip(slots, layouts)]
-        self._program.call(instr, [self.places[slot].slot if slot in self.places else slot for slot in slots], moved)
+        self._program.call(instr, [self.places[slot].slot if slot in self.places else slot for slot in slots], moved, alone)
 
     def launch(
         self, function: int, grid: tuple[int, int, int], threads: int, shared: int, args: list[tuple[int, int, int]], instr: int

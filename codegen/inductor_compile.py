@@ -17,6 +17,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from codegen.inductor_trace import Traced
+from codegen.threads import chunk
 from ir_nodes import settings
 
 Compiled = Callable[[list[Tensor]], object]
@@ -41,7 +42,8 @@ class InductorFailed(RuntimeError):
 def compile_run(traced: Traced, cuda: bool, folder: Path) -> Compiled:
     """A function of the tensors that ``traced.module`` takes, which empties the list. Raises InductorFailed."""
     chosen = settings.current().cxx
-    options = {name: value for name, value in OPTIONS.items() if known(name)} | {"combo_kernels": cuda}
+    wanted = OPTIONS | {"cpp.min_chunk_size": chunk(torch.get_num_threads())}
+    options = {name: value for name, value in wanted.items() if known(name)} | {"combo_kernels": cuda}
     if chosen:
         options["cpp.cxx"] = (None, chosen)
     with ExitStack() as stack:

@@ -192,7 +192,7 @@ class Recorded:
     def free(self, slot: int) -> None:
         self.ran.append(("free", slot))
 
-    def call(self, instr: int, slots: list[int], layouts: Any) -> None:
+    def call(self, instr: int, slots: list[int], layouts: Any, alone: bool) -> None:
         self.ran.append(("call", slots))
 
     def launch(self, function: int, grid: Any, threads: int, shared: int, args: Any, instr: int) -> None:
@@ -205,7 +205,7 @@ def test_steps_get_the_slots_and_offsets_of_the_plan() -> None:
     (new, place), = ((new, place) for new, place in memory.places.items() if place.slot < len(recording.graph.buffers))
     program: Any = Recorded()
     placed = Placed(program, memory.places)
-    placed.call(0, [new, -1, -2], [])
+    placed.call(0, [new, -1, -2], [], False)
     placed.launch(0, (1, 1, 1), 32, 0, [(POINTER, new, 64), (POINTER + 1, new, 0)], 0)
     assert program.ran == [("call", [place.slot, -1, -2]), ("launch", [(POINTER, place.slot, 64), (POINTER + 1, new, 0)])]
 

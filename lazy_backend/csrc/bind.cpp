@@ -87,8 +87,8 @@ void add_launch(Program& p, uint64_t function, std::array<uint32_t, 3> grid, uin
 
 // `layouts`: (dtype, size, stride, offset) for each slot where the compiler chose them, else nothing.
 using Layout = std::tuple<at::ScalarType, std::vector<int64_t>, std::vector<int64_t>, int64_t>;
-void add_call(Program& p, int32_t instr, std::vector<int32_t> slots, const std::vector<Layout>& layouts) {
-  Program::Call call{std::move(slots), {}};
+void add_call(Program& p, int32_t instr, std::vector<int32_t> slots, const std::vector<Layout>& layouts, bool alone) {
+  Program::Call call{std::move(slots), {}, alone};
   for (const auto& [dtype, size, stride, offset] : layouts) {
     call.layouts.push_back({0, static_cast<int32_t>(p.dims.size()), static_cast<int16_t>(size.size()), dtype, false, false, offset});
     for (const auto* shape : {&size, &stride}) p.dims.insert(p.dims.end(), shape->begin(), shape->end());
@@ -166,8 +166,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_logger", [](Logger log) { logger = new Logger(std::move(log)); });
   m.def("set_holder", [](Holder hold) { holder = new Holder(std::move(hold)); });
   m.def("set_capturer", [](Capturer capture) { capturer = new Capturer(std::move(capture)); });
-  m.def("barrier", [](DeviceIndex i, const char* kind, const std::string& reason) { recorder(i).barrier(kind, reason); },
-        py::call_guard<py::gil_scoped_release>());
+  m.def("barrier", [](DeviceIndex i, const char* kind, const std::string& reason) { recorder(i).barrier(kind, reason); });
   m.def("current_device", &current_device).def("set_device", &set_current_device);
   m.def("current_stream", [](DeviceIndex i) { return c10::impl::getDeviceGuardImpl(kLazy)->getStream({kLazy, i}).id(); });
   m.def("set_stream", [](DeviceIndex i, int64_t id) {

@@ -3,7 +3,6 @@
 #include "runner.h"
 
 #include <ATen/ops/from_blob.h>
-#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 
@@ -56,8 +55,7 @@ bool Runner::rebind(Program::Graph& g) {
     const bool moves = before && (before != s.data() || s.device_type() != physical_type());
     if (moves && !g.copies[i] && g.movable[i]) g.copies[i] = physical_bytes(s.nbytes(), device);
   }
-  std::vector<IValue> now;
-  for (int32_t n : g.numbers) now.push_back(trace->scalars[n]);
+  std::vector<IValue> now; for (int32_t n : g.numbers) now.push_back(trace->scalars[n]);
   return std::exchange(g.given, now) == now;
 }
 

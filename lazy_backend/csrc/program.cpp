@@ -1,6 +1,5 @@
 // Runs a program. At every barrier.
 #include "runner.h"
-#include <c10/util/ScopeExit.h>
 
 namespace lazysched {
 

@@ -11,8 +11,8 @@ struct Program {
   // The recorded op on physical tensors. A slot for each tensor operand, then for each new output. -1: none; -2 - a: the tensor
   // is the same as argument `a`, which some ops ask for (attention: are key and query one tensor?). `layouts`: those that the
   // compiler chose, slot by slot; none: as recorded.
-  // `drawn`: by how much it moved CUDA's generator on when it last ran by itself.
-  struct Call { std::vector<int32_t> slots; std::vector<Operand> layouts; mutable uint64_t drawn = 0; };
+  // `alone`: by the calling thread, on a CPU. `drawn`: by how much it moved CUDA's generator on when it last ran by itself.
+  struct Call { std::vector<int32_t> slots; std::vector<Operand> layouts; bool alone = false; mutable uint64_t drawn = 0; };
   struct LaunchArg {
     enum Kind : uint8_t { Pointer, Float, Double, Integer, Seed, Offset } kind;
     int32_t index;  // the pointer's slot; the generator's buffer; the number of this recording, or -1: `value`

@@ -1,9 +1,11 @@
 // One run of a program: ATen calls through the dispatcher, Triton kernels through the driver.
 #pragma once
 #include "program.h"
+#include <ATen/Parallel.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/record_function.h>
+#include <c10/util/ScopeExit.h>
 
 #include <bit>
 
@@ -16,6 +18,7 @@ const char* lazysched_last_captured(void* stream, void** node, size_t* count);
 const char* lazysched_set_kernel(void* exec, void* node, void* function, const uint32_t* grid, uint32_t threads, uint32_t shared,
                                  void** args);
 const char* lazysched_run_graph(void* exec, void* stream);
+void lazysched_use_threads(int count);  // threads.c
 }
 inline void check_driver(const char* error, const char* what) { TORCH_CHECK(!error, what, " failed: ", error); }
 
@@ -122,6 +125,10 @@ struct Runner {
     const uint64_t before = counted ? draws_from(in).get_offset() : 0;
     for (size_t i = 0; i < in.op->args.size(); i++) stack.push_back(argument(trace->args[in.args + i], in, slot));
     {
+      // Threads that meet for a few microseconds of work wait longer for one another than they gain.
+      const int threads = now.alone ? at::get_num_threads() : 1;  // sets up this thread's count, too
+      if (threads > 1) lazysched_use_threads(1);
+      const auto rejoin = c10::make_scope_exit([=] { if (threads > 1) lazysched_use_threads(threads); });
       std::optional<LentState> lent;
       if (in.generator >= 0 && !in.op->generator_arg) lent.emplace(draws_from(in), device);
       // An op with several outputs hands back references to its arguments after it has dropped them from the stack.
