@@ -14,7 +14,7 @@ GRAIN = 32768
 
 # Each element, or row, comes out the same however rows are shared out. Sums over what several threads hold do not: a norm's
 # gradients by weight, say, which eager mode adds up in as many parts as there are threads.
-_ALIKE_KINDS = ("pointwise", "optimizer", "softmax")
+_ALIKE_KINDS = ("pointwise", "optimizer")
 _ALIKE = ("native_layer_norm",)
 
 

@@ -30,8 +30,8 @@ def judged(program: Callable[..., Any], *inputs: torch.Tensor) -> dict[str, bool
 
 @pytest.mark.parametrize(("rows", "alone"), [(32, True), (GRAIN // 64, False)])
 def test_one_thread_does_little_work_whose_numbers_it_does_not_change(rows: int, alone: bool) -> None:
-    found = judged(lambda x, w: F.layer_norm(F.gelu(x @ w), (64,)).softmax(-1).sum(), torch.randn(rows, 64), torch.randn(64, 64))
-    assert found == {"mm": False, "gelu": alone, "native_layer_norm": alone, "_softmax": alone, "sum": False}
+    found = judged(lambda x, w: F.layer_norm(F.gelu(x @ w), (64,)).sum(), torch.randn(rows, 64), torch.randn(64, 64))
+    assert found == {"mm": False, "gelu": alone, "native_layer_norm": alone, "sum": False}
 
 
 def test_a_norms_gradients_are_added_up_by_as_many_threads_as_in_eager_mode() -> None:

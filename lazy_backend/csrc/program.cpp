@@ -42,8 +42,7 @@ void Program::run(Trace& trace, DeviceIndex device, int32_t& failed, std::shared
   NoWarnings quiet(kResized);
   if (!begun) begun = std::make_shared<Runner>(*this, device);
   Runner& runner = *begun;
-  runner.trace = &trace, runner.step = 0;
-  runner.bind(true);
+  runner.trace = &trace, runner.step = 0, runner.bind(true);
   if (runs++; !cuts.empty()) numbers = trace.scalars;
   size_t& at = runner.step;
   const auto hand_out = c10::make_scope_exit([&] {  // what was ready before something failed, too

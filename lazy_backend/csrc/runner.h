@@ -125,10 +125,10 @@ struct Runner {
     const uint64_t before = counted ? draws_from(in).get_offset() : 0;
     for (size_t i = 0; i < in.op->args.size(); i++) stack.push_back(argument(trace->args[in.args + i], in, slot));
     {
-      // Threads that meet for a few microseconds of work wait longer for one another than they gain.
-      const int threads = now.alone ? at::get_num_threads() : 1;  // sets up this thread's count, too
-      if (threads > 1) lazysched_use_threads(1);
-      const auto rejoin = c10::make_scope_exit([=] { if (threads > 1) lazysched_use_threads(threads); });
+      // Threads that meet for a few microseconds of work wait longer for one another than they gain. Asking how many there are
+      // sets up this thread's count, too.
+      if (now.alone && at::get_num_threads() > 1) lazysched_use_threads(1);
+      const auto rejoin = c10::make_scope_exit([&] { if (now.alone) lazysched_use_threads(at::get_num_threads()); });
       std::optional<LentState> lent;
       if (in.generator >= 0 && !in.op->generator_arg) lent.emplace(draws_from(in), device);
       // An op with several outputs hands back references to its arguments after it has dropped them from the stack.
