@@ -127,8 +127,8 @@ struct Runner {
     {
       // Threads that meet for a few microseconds of work wait longer for one another than they gain. Asking how many there are
       // sets up this thread's count, too.
-      if (now.alone && at::get_num_threads() > 1) lazysched_use_threads(1);
-      const auto rejoin = c10::make_scope_exit([&] { if (now.alone) lazysched_use_threads(at::get_num_threads()); });
+      const auto rejoin = c10::make_scope_exit([n = now.alone ? at::get_num_threads() : 1] { if (n > 1) lazysched_use_threads(n); });
+      if (now.alone) lazysched_use_threads(1);
       std::optional<LentState> lent;
       if (in.generator >= 0 && !in.op->generator_arg) lent.emplace(draws_from(in), device);
       // An op with several outputs hands back references to its arguments after it has dropped them from the stack.
