@@ -172,7 +172,8 @@ def main() -> None:
         runs, failures[model] = run(model, options)
         found[model] = {name: summary(one) for name, one in runs.items()}
         show(model, found[model], failures[model])
-    save("cpu", {"options": vars(options), "models": found, "failed": failures})
+    some = [] if set(options.models) == set(MODELS) else options.models  # a part must not take the place of the whole
+    save("-".join(["cpu", *some]), {"options": vars(options), "models": found, "failed": failures})
 
 
 if __name__ == "__main__":
