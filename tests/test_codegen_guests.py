@@ -150,7 +150,7 @@ def test_a_call_finds_its_operands_inside_a_block() -> None:
     moved = node.reads[0].value.buffer.index
     for offset in (0, 1024):
         emit_call(node).add(Placed(program, {moved: Place(77, offset, node.reads[0].value.buffer.nbytes)}))  # type: ignore[arg-type]
-    (_, slots, plain), (_, same, layouts) = said
+    (_, slots, plain, _), (_, same, layouts, _) = said
     assert slots == same and slots[0] == 77 and plain == []
     assert [layout[3] for layout in layouts] == [operand.layout.offset + 256 * (operand.value.buffer.index == moved)
                                                  for operand in node.reads] + [write.layout.offset for write in node.writes]
