@@ -62,7 +62,7 @@ class Loop:
         device = {"lazysched": "lazysched", "ltc": "lazy"}.get(self.way, "cpu")
         torch.manual_seed(0)
         module, self.loss, data = MODELS[model]()
-        module.to(device)
+        moved(module, device)
         self.data = tuple(tensor.to(device) for tensor in data)
         fused = True if {"fused", "replay"} & set(extras) else None
         self.optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=fused)
@@ -93,6 +93,18 @@ class Loop:
             loss = self.step()
         loss.item()
         return (time.perf_counter() - wall) / steps * 1e3, (time.process_time() - busy) / steps * 1e3
+
+
+def moved(module: nn.Module, device: str) -> None:
+    """As ``module.to(device)``, and what was tied stays tied, which `to` forgets on the device of PyTorch's lazy tensors."""
+    tied: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            tied.setdefault(parameter, []).append((owner, name))
+    module.to(device)
+    for (first, first_name), *others in tied.values():
+        for owner, name in others:
+            setattr(owner, name, getattr(first, first_name))
 
 
 def start_ltc() -> None:
