@@ -46,7 +46,8 @@ def lodge(pieces: Sequence[Piece], results: Sequence[Piece], held: Sequence[int]
     lying: list[tuple[Piece, int]] = []  # and where each ends
     for _ in range(ROUNDS):
         here = max(steps, key=now.__getitem__)
-        waiting = [piece for piece in pieces if piece.first <= here <= piece.last and piece.slot not in block.guests]
+        waiting = [piece for piece in pieces
+                   if piece.nbytes and piece.first <= here <= piece.last and piece.slot not in block.guests]
         waiting = sorted(waiting, key=lambda piece: (-piece.nbytes, piece.slot))[:MOST]
         earlier, pile = list(lying), 0  # what waits at one place lies on one pile
         for piece in sorted(waiting, key=lambda piece: (-piece.last, -piece.nbytes, piece.slot)):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from counting import calls_of
 from graphs import execute
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import settings as hypothesis
 from hypothesis import strategies as st
 
@@ -40,6 +40,8 @@ def held_by(pieces: list[Piece]) -> list[int]:
 
 @hypothesis(max_examples=200, deadline=None)
 @given(drawn_pieces, drawn_pieces.filter(bool))
+@example([(0, 0, 0)], [(0, 1, 0)])
+@example([(1000, 0, 0), (1000, 5, 0)], [(1000, 3, 0)])  # what is held at most can be lowered in one of two places
 def test_guests_leave_before_what_lies_there_is_made(one: list[tuple[int, int, int]], two: list[tuple[int, int, int]]) -> None:
     pieces = [Piece(slot, nbytes, first, first + long) for slot, (nbytes, first, long) in enumerate(one + two)]
     values, results = pieces[: len(one)], pieces[len(one) :]
@@ -58,7 +60,9 @@ def test_guests_leave_before_what_lies_there_is_made(one: list[tuple[int, int, i
     guests = [pieces[slot] for slot in block.guests]
     assert (block.first, block.last) == (min(guest.first for guest in guests), max(guest.last for guest in guests))
     assert max(start + pieces[slot].nbytes for slot, start in block.guests.items()) <= block.extent <= block.nbytes
-    assert max(held_by([value for value in values if value not in guests])) < max(held_by(values))
+    before, after = held_by(values), held_by([value for value in values if value not in guests])
+    most = before.index(max(before))
+    assert after[most] < before[most] and max(after) <= max(before)
 
 
 def test_a_large_value_lies_where_many_small_results_will_be() -> None:
