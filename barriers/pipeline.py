@@ -36,9 +36,10 @@ PASSES: tuple[Pass, ...] = (
 
 
 def ordered_passes(partition: Partition | None = None, remarks: Remarks | None = None,
-                   unstored: Unstored | None = None) -> list[Pass]:
+                   unstored: Unstored | None = None, replays: bool = False) -> list[Pass]:
     """The passes over an ordered graph that the settings allow, in the order in which nodes will run. ``partition``: tells what
-    would share a kernel; None: nothing. ``remarks`` are told what each does. ``unstored``: tells which buffers need no memory."""
+    would share a kernel; None: nothing. ``remarks`` are told what each does. ``unstored``: tells which buffers need no memory.
+    ``replays``: steps run as CUDA graphs, so that what only Python can call costs nothing once it is captured."""
     def fold(graph: Graph) -> Graph:
         return forward_copies(graph, remarks)
 
@@ -46,7 +47,7 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
         return merge_common(graph, remarks)
 
     def epilogues(graph: Graph) -> Graph:
-        return join_relus(graph, remarks) if partition is not None and not settings.current().templates else graph
+        return join_relus(graph, remarks) if replays and partition is not None and not settings.current().templates else graph
 
     def own_part(graph: Graph) -> Graph:
         return read_own_part(graph, remarks, kernels=partition is not None)

@@ -72,7 +72,7 @@ def compile_recording(native: ModuleType, recording: Recording, device: int) -> 
             check(graph)
     if not orders.debugging():  # which runs the program's order too
         shared, gone = (partial(one, lowered=lowered) if engine_name() == "triton" else None for one in (partition, unstored))
-        graph, _ = run_passes(graph, ordered_passes(shared, remarks, gone), check=now.verify)
+        graph, _ = run_passes(graph, ordered_passes(shared, remarks, gone, replays()), check=now.verify)
     if "graph" in now.debug:
         print(printer.text(graph), file=sys.stderr)
     for watch in watchers:

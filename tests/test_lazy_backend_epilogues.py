@@ -33,7 +33,8 @@ def train(device: str, batch: int, steps: int = 5) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("joined", [True, False])
-def test_training_with_and_without(joined: bool) -> None:
+def test_training_with_and_without(joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flush, "replays", lambda: True)
     found: list[str] = []
     batch = 16 if joined else 32  # or the second would find what the first has compiled
     watch = lambda graph, remarks: found.extend(node.target for node in graph.nodes)  # noqa: E731
@@ -49,8 +50,17 @@ def test_training_with_and_without(joined: bool) -> None:
     torch.testing.assert_close(ours, train("cpu", batch), **near)
 
 
-def test_explain_tells() -> None:
+def test_explain_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flush, "replays", lambda: True)
     model = build().to(DEVICE)
     with torch.no_grad(), settings.override(engine="triton"):
         told = str(lazy_backend.explain(lambda: model(torch.zeros(16, 24, device=DEVICE))))
     assert "cuBLAS applies the ReLU to what it has in registers" in told
+
+
+def test_without_cuda_graphs_no_python_runs_for_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flush, "replays", lambda: False)
+    model = build().to(DEVICE)
+    with torch.no_grad(), settings.override(engine="triton"):
+        told = str(lazy_backend.explain(lambda: model(torch.zeros(16, 24, device=DEVICE))))
+    assert "cuBLAS applies" not in told

@@ -1,12 +1,15 @@
 """A matrix product that leaves only what is positive, where nobody needs the rest. Imports `ir_nodes` only.
 
 cuBLAS adds a bias and applies a ReLU to what it holds in registers: a pass over memory less. Rounding and taking what is positive
-may change places, so numbers stay those of the two ops. What a ReLU's gradient needs is its result.
+may change places, so numbers stay those of the two ops. What a ReLU's gradient needs is its result. The core calls recorded ops
+only, so Python calls what stands for two: once, where a CUDA graph captures it, else in every step.
 """
 
 from __future__ import annotations
 
-from ir_nodes import Graph, Layout, Node
+from dataclasses import replace
+
+from ir_nodes import Graph, Node
 from ir_nodes.node import Target, Write
 from ir_nodes.remarks import Remarks
 
@@ -25,7 +28,7 @@ def join_relus(graph: Graph, remarks: Remarks | None = None) -> Graph:
         (relu,) = node.writes[0].value.users
         if relu.target not in RELUS:
             continue
-        name, reason = f"{node.name} and {relu.name}", why_not(graph, node, relu)
+        name, reason = f"{node.name} and {relu.name}", why_not(node, relu)
         if not reason:
             join(graph, node, relu)
             gone[relu] = None
@@ -37,7 +40,7 @@ def join_relus(graph: Graph, remarks: Remarks | None = None) -> Graph:
     return graph
 
 
-def why_not(graph: Graph, node: Node, relu: Node) -> str:
+def why_not(node: Node, relu: Node) -> str:
     """Why the ReLU can't be a part of the product; "": it can."""
     made, read, write = node.writes[0], relu.reads[0] if relu.reads else None, relu.writes[0]
     seen = write.layout if read is None else read.layout
@@ -63,12 +66,10 @@ def why_not(graph: Graph, node: Node, relu: Node) -> str:
 def join(graph: Graph, node: Node, relu: Node) -> None:
     """Make ``node`` leave what ``relu`` does. ``relu`` stays in the graph's list."""
     made, write = node.writes[0], relu.writes[0]
-    layout = Layout.contiguous(made.layout.dtype, made.layout.size)
-    layout = Layout(layout.dtype, layout.size, layout.stride, write.layout.offset)
     for value in relu.inputs():
         value.users.pop(relu, None)
     graph.values[made.value.buffer.index].remove(made.value)
     write.value.producer = node
     node.target, node.changed, node.returns = TOGETHER, True, ()
-    node.writes = (Write(write.value, layout, None, False),)
+    node.writes = (Write(write.value, replace(made.layout, offset=write.layout.offset), None, False),)
     node.args = (*node.args[:5], False, Target(0))
