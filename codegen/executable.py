@@ -119,9 +119,8 @@ def emit_own(node: Node) -> Emit:
         return made if node.returns else None
 
     slots = (*use.buffers, *use.makes)
-    blocked = blocked_call(node) or ("it brings its own memory" if node.returns else "")  # Python runs once, while it is captured
-    return Emit(use, written_buffers(node), lambda program: program.python(run, node.instr, slots), (node,), blocked,
-                numbers=tuple(scalars([node])), early=False)
+    return Emit(use, written_buffers(node), lambda program: program.python(run, node.instr, slots), (node,),
+                blocked_call(node), numbers=tuple(scalars([node])), early=False)  # in a CUDA graph it runs once, at the capture
 
 
 def operand_slots(node: Node) -> tuple[list[int], list[Chosen]]:

@@ -1,4 +1,5 @@
-"""The ops that collectives are recorded as, and what starts them on the physical device. Imports torch, `ir_nodes`, `core`.
+"""The ops that collectives are recorded as, and what starts them on the physical device. Imports torch, `ir_nodes`,
+`barriers.passes.inbox`, `core`.
 
 Each collective is two nodes: one that starts it, and `wait`, recorded where the program waits for it, which the planner moves
 right before the first reader. A recording may end between the two; what is in flight then is found by its memory. Both are
@@ -15,10 +16,11 @@ from typing import Any, Callable, Protocol, Sequence
 import torch
 import torch.distributed as dist
 
+from barriers.passes.inbox import FORMS
 from ir_nodes import ops
 from lazy_backend import core
 from lazy_backend.distributed.inboxes import Inboxes
-from lazy_backend.distributed.starts import STARTS, Landing, all_to_all_others, all_to_all_single, reduction
+from lazy_backend.distributed.starts import STARTS, Landing, reduction
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
@@ -26,7 +28,7 @@ _SCHEMA = "(Tensor(a!)[] outs, Tensor[] ins, int[] numbers, str reduce, str grou
 """``numbers``: the root; the peer and the tag; or, for an `all_to_all_single`, this rank, how many ranks there are, how many
 split sizes of the output, these, and those of the input."""
 _BRINGS_MEMORY = "(Tensor[] ins, int[] numbers, str reduce, str group) -> Tensor"
-EXCHANGES = ("all_to_all_single", "all_to_all_others")
+EXCHANGES = tuple(target.removeprefix("lazysched::") for target in FORMS)  # with each rank's own part, and without
 
 Key = tuple[int, int]
 """Of a collective: its first tensor's storage, and where in it. What is only sent may be sent several times at once."""
@@ -228,11 +230,11 @@ for _begin in STARTS:
     _library.define(_begin.__name__ + _SCHEMA)
     for _key in ("CPU", "CUDA"):
         _library.impl(_begin.__name__, functools.partial(start, _begin), _key)
-for _begin in (all_to_all_single, all_to_all_others):
-    _name = _begin.__name__.replace("to_all", "to_all_inbox").replace("_single", "")
-    _library.define(_name + _BRINGS_MEMORY)
-    for _key in ("CPU", "CUDA"):
-        _library.impl(_name, functools.partial(bring, _begin), _key)
+    _form = FORMS.get(f"lazysched::{_begin.__name__}", "").removeprefix("lazysched::")
+    if _form:
+        _library.define(_form + _BRINGS_MEMORY)
+    for _key in ("CPU", "CUDA") if _form else ():
+        _library.impl(_form, functools.partial(bring, _begin), _key)
 _library.define("launch(Tensor[] outs, Tensor[] ins, str group) -> ()")
 _library.define("wait(Tensor(a!)[] outs, Tensor[] ins) -> ()")
 for _key in ("CPU", "CUDA"):
