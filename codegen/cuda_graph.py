@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol, Sequence
 
 from codegen.guests import Block
 from codegen.memory_plan import MemoryPlan
+from codegen.static_plan import padded
 from codegen.step_use import StepUse
 from ir_nodes import BufferKind, Graph, Node
 from ir_nodes.node import ScalarInput
@@ -42,8 +44,8 @@ class Step(Protocol):
 class Stretch:
     """Program steps ``first`` to before ``last``; the slots that they find filled and touch, leave filled, and empty; the
     recorded numbers that their ATen calls take (those of kernels are set at every replay); for each slot read, whether its bytes
-    may be brought from elsewhere; the slot and the bytes of the block in which its results lie, no bytes: none does; where in
-    that each of ``makes`` lies, behind its end: in memory of its own."""
+    may be brought from elsewhere; the slot and the bytes of the block in which its results lie, -1: nobody else lies there; where
+    in that each of ``makes`` lies."""
 
     first: int
     last: int
@@ -52,7 +54,7 @@ class Stretch:
     frees: tuple[int, ...]
     numbers: tuple[int, ...]
     movable: tuple[int, ...]
-    block: tuple[int, int] = (0, 0)
+    block: tuple[int, int] = (-1, 0)
     offsets: tuple[int, ...] = ()
 
 
@@ -147,8 +149,8 @@ def stretch(
             numbers.update(dict.fromkeys(scalars(steps[index].nodes)))
     reads = tuple(slot for slot in touched if slot in filled)
     makes = tuple(slot for slot in made if slot not in gone)
-    under = next((slot for slot in made if slot in plan.blocks), 0)
-    block = plan.blocks.get(under, Block(0, {}))
+    under = next((slot for slot in made if slot in plan.blocks), -1)
+    offsets, nbytes = laid_out(makes, plan.blocks.get(under, Block(0, {})), plan)
     return Stretch(
         spans[indices[0]][0],
         spans[indices[-1]][1],
@@ -157,9 +159,18 @@ def stretch(
         tuple(slot for slot in gone if slot in filled),
         tuple(numbers),
         tuple(int(slot not in written and movable(graph, slot)) for slot in reads),
-        (under, block.nbytes),
-        tuple(block.results.get(slot, block.nbytes) for slot in makes),
+        (under, nbytes),
+        offsets,
     )
+
+
+def laid_out(makes: Sequence[int], block: Block, plan: MemoryPlan) -> tuple[tuple[int, ...], int]:
+    """Where each of ``makes`` lies in one piece of memory that begins with ``block``, and how many bytes that is: graphs whose
+    results are about as large may have it in turn."""
+    rest = [slot for slot in makes if slot not in block.results]
+    ends = list(accumulate((padded(plan.sizes[slot]) for slot in rest), initial=block.nbytes))
+    found = block.results | dict(zip(rest, ends))
+    return tuple(found[slot] for slot in makes), ends[-1]
 
 
 def movable(graph: Graph, slot: int) -> bool:

@@ -52,6 +52,16 @@ def chain(length: int, **fields: object) -> list[Fake]:
     return [Fake(StepUse((k, k + 1)), (k + 1,), **fields) for k in range(length)]  # type: ignore[arg-type]
 
 
+def test_results_lie_side_by_side_and_none_in_another() -> None:
+    steps = chain(5)
+    steps[2] = Fake(StepUse((2, 3)), (3,), calls=False)
+    (stretch,), plan = cut(steps, graph("ifffff", nbytes=700, live="345"))
+    under, nbytes = stretch.block
+    spans = sorted((start, start + plan.sizes[slot]) for start, slot in zip(stretch.offsets, stretch.makes))
+    assert len(spans) == 3 and under == -1 and nbytes >= spans[-1][1] and spans[0][0] == 0
+    assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:]))
+
+
 def test_a_program_of_launches_is_one_stretch() -> None:
     (stretch,), _ = cut(chain(5), graph("ifffff", live="05"))
     assert (stretch.first, stretch.reads, stretch.makes, stretch.frees) == (0, (0,), (5,), ())

@@ -34,7 +34,7 @@ namespace {
 // Kept for ever: the core may outlive Python.
 py::object *compiler_ = nullptr, *schema_reader_ = nullptr, *inferrer_ = nullptr;
 
-auto keeper(py::object*& slot) { return [&slot](py::object f) { delete std::exchange(slot, new py::object(std::move(f))); }; }
+template <class F> auto keeper(F*& slot) { return [&slot](F f) { slot = new F(std::move(f)); }; }
 
 template <class T, class F> py::list to_list(const std::vector<T>& all, F&& f) {
   py::list list;
@@ -163,9 +163,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("configure", [](const Limits& now) { limits = now; });
   m.def("init", &start).def("keep_whole", &keep_whole);
   m.def("set_compiler", keeper(compiler_)).def("set_schema_reader", keeper(schema_reader_)).def("set_inferrer", keeper(inferrer_));
-  m.def("set_logger", [](Logger log) { logger = new Logger(std::move(log)); });
-  m.def("set_holder", [](Holder hold) { holder = new Holder(std::move(hold)); });
-  m.def("set_capturer", [](Capturer capture) { capturer = new Capturer(std::move(capture)); });
+  m.def("set_logger", keeper(logger)).def("set_holder", keeper(holder)).def("set_capturer", keeper(capturer));
   m.def("barrier", [](DeviceIndex i, const char* kind, const std::string& reason) { recorder(i).barrier(kind, reason); });
   m.def("current_device", &current_device).def("set_device", &set_current_device);
   m.def("current_stream", [](DeviceIndex i) { return c10::impl::getDeviceGuardImpl(kLazy)->getStream({kLazy, i}).id(); });

@@ -20,10 +20,7 @@ namespace torch::autograd { struct Node; }
 
 namespace lazysched {
 
-using c10::DeviceIndex;
-using c10::IValue;
-using torch::jit::Stack;
-using torch::lazy::hash_t;
+using c10::DeviceIndex, c10::IValue, torch::jit::Stack, torch::lazy::hash_t;
 
 constexpr auto kLazy = c10::DeviceType::PrivateUse1;
 
@@ -145,6 +142,7 @@ struct Trace {
 
 struct Program;  // what a cached recording runs
 struct Runner;   // one run of it
+struct Block;    // memory for results of CUDA graphs
 using ProgramPtr = std::shared_ptr<Program>;
 
 // What an op gives, as Meta tensors: inferred once for each `call`, the hash of all that decides it, then remembered.
@@ -179,14 +177,14 @@ class Recorder {
   std::mutex flush_mutex;  // one barrier at a time; taken without the GIL
   const DeviceIndex index;
   std::atomic<bool> waited{false};  // has somebody waited for the physical device since a recording ended?
+  std::vector<std::weak_ptr<Block>> blocks;  // the large ones
 
  private:
   const char* append(const OpInfo& op, const IValue* args, c10::ArrayRef<at::Tensor> outs, hash_t call);
   bool must_settle(const OpInfo& op, const IValue* args, Needed& needed);
   void adopt(const at::Tensor& t, const at::Tensor& p);
   void flush_locked(const char* kind, const std::string& reason, Site site, const Needed& needed);
-  std::unique_ptr<Trace> take_trace(const Needed& needed);
-  void hold_back(Trace& trace);
+  std::unique_ptr<Trace> take_trace(const Needed& needed); void hold_back(Trace& trace);
   void settle(std::unique_ptr<Trace> trace, const std::string* error, const std::vector<int32_t>& rest);
   ProgramPtr find(Trace& trace, bool& hit);
   void start_early(); void expect(const ProgramPtr& after);

@@ -89,7 +89,7 @@ void Recorder::start_early() {
     recorded = std::make_shared<Trace>(*trace_);
     if (number < program->cuts.size()) cut_ops_ = program->cuts[number].ops;
   }
-  if (!runner) for (auto& g : program->graphs) g.exec = nullptr, g.launch = nullptr, g.made.clear();  // for their memory
+  if (!runner) for (auto& g : program->graphs) g.exec = nullptr, g.launch = nullptr, g.made = nullptr, g.home = nullptr;  // for their memory
   if (!runner) runner = std::make_shared<Runner>(*program, index);
   try { runner->run_early(std::move(recorded), cut), stats[kEarly]++; }
   catch (const std::exception&) { begun(nullptr, *trace_); }  // the whole run will say what is wrong
@@ -162,8 +162,7 @@ void Recorder::flush_locked(const char* kind, const std::string& reason, Site si
   const auto start = std::chrono::steady_clock::now();
   const size_t ops = trace->instrs.size();
   bool hit = false; int32_t failed = -1; int64_t order = -1;
-  std::exception_ptr error; std::string message;
-  ProgramPtr program;
+  std::exception_ptr error; std::string message; ProgramPtr program;
   try {
     hold_back(*trace);
     program = find(*trace, hit);

@@ -41,7 +41,7 @@ bool Runner::serve(Program::Graph& g, bool warm) {
 bool Runner::ready(const Program::Graph& g) const {
   for (size_t i = 0; i < g.reads.size(); i++) if (!g.copies[i] && slots[g.reads[i]].data() != g.bound[i]) return false;
   for (size_t i = 0; i < g.numbers.size(); i++) if (trace->scalars[g.numbers[i]] != g.given[i]) return false;
-  return std::none_of(g.made.begin(), g.made.end(), &is_pinned);
+  return std::none_of(g.home->tenant->begin(), g.home->tenant->end(), &is_pinned);
 }
 
 // Notes what the stretch reads. Memory that lies elsewhere than last time is copied from now on, where that is possible, and so is
@@ -59,11 +59,31 @@ bool Runner::rebind(Program::Graph& g) {
   return std::exchange(g.given, now) == now;
 }
 
+constexpr size_t kShared = 1 << 24, kLittle = 1 << 16;  // bytes
+
+// A block for the results of `g`. A step has variants (its loss is kept or not, its batch is longer), whose gradients are as large:
+// one may have them where another had its own, if hardly any of that is held now and nothing that it reads in place lies there.
+std::shared_ptr<Block> Runner::home_of(const Program::Graph& g) const {
+  const size_t n = g.block.second;
+  auto& known = recorder(device).blocks;
+  const auto fits = [&](const Block& b) {
+    const auto* start = static_cast<const char*>(b.memory.data());
+    size_t has = b.memory.nbytes(), held = 0;
+    for (const auto& s : *b.tenant) if (s.use_count() > 1) held += is_pinned(s) ? has : s.nbytes();
+    for (size_t i = 0; i < g.reads.size(); i++) if (!g.copies[i] && g.bound[i] >= start && g.bound[i] < start + has) return false;
+    return b.stream == stream && has / 2 <= n && n <= has && held <= kLittle;
+  };
+  for (const auto& b : known) if (auto there = b.lock(); there && fits(*there)) return there;
+  const auto b = std::make_shared<Block>(physical_bytes(n, device), stream, std::make_shared<Storages>());
+  if (n >= kShared) known.push_back(b);
+  return b;
+}
+
 void Runner::capture(Program::Graph& g) {
   const auto restore = c10::make_scope_exit([&, before = slots, mine = stream] {
     slots = before, stream = mine, captured = nullptr, step = g.first;
   });
-  g.stream = stream, g.launch = nullptr, g.made.clear(), g.settings.clear();
+  g.stream = stream, g.launch = nullptr, g.made = std::make_shared<Storages>(), g.home = nullptr, g.settings.clear();
   std::vector<at::Generator> states;
   for (size_t i = g.first; i < g.last; i++) {
     const auto* c = std::get_if<Program::Call>(&program.steps[i].what);
@@ -72,22 +92,22 @@ void Runner::capture(Program::Graph& g) {
     g.settings.push_back({i, nullptr, {from, c->drawn}, states.emplace_back(trace->buffers[from]->generator.clone())});
   }
   for (size_t i = 0; i < g.reads.size(); i++) if (g.copies[i]) slots[g.reads[i]] = g.copies[i];
-  // Results lie outside of the pool that graphs share: others are replayed before these have been read. Many lie side by side,
-  // each as a storage of its own that keeps the block, so that values which die before they are made have their memory until then.
-  const auto block = physical_bytes(g.block.second, device);
-  if (g.block.second) slots[g.block.first] = block;
+  // Results lie side by side outside of the pool that graphs share: others are replayed before these have been read. Each is a
+  // storage of its own that keeps the block, so that values which die before it is made have its memory until then.
+  const auto block = (g.home = home_of(g))->memory;
+  if (g.block.first >= 0) slots[g.block.first] = block;
   for (size_t i = 0; i < g.makes.size(); i++) {
-    auto* start = g.offsets[i] < g.block.second ? static_cast<char*>(block.mutable_data()) + g.offsets[i] : nullptr;
-    auto part = [&](int64_t n) { return at::from_blob(start, {n}, [block](void*) {}, bytes_of(block).options()).storage(); };
-    pin(slots[g.makes[i]] = g.made.emplace_back(start ? part(g.sizes[i]) : physical_bytes(g.sizes[i], device)), 0);
+    auto* start = static_cast<char*>(block.mutable_data()) + g.offsets[i];
+    const auto part = at::from_blob(start, {static_cast<int64_t>(g.sizes[i])}, [block](void*) {}, bytes_of(block).options());
+    pin(slots[g.makes[i]] = g.made->emplace_back(part.storage()), 0);
   }
   auto [exec, launch] = (*capturer)(device, states, [&](uintptr_t other) {
     stream = reinterpret_cast<void*>(other), captured = &g;
     for (step = g.first; step < g.last; step++) run_step();
-    for (size_t i = 0; i < g.made.size(); i++) {  // what ATen has allocated
-      const auto& s = slots[g.makes[i]];
-      if (s.device_type() != physical_type()) g.made[i] = s;  // a random seed without a use
-      else if (s.data() != g.made[i].data()) bytes_of(g.made[i]).copy_(bytes_of(s).narrow(0, 0, g.sizes[i]), true);
+    for (size_t i = 0; i < g.makes.size(); i++) {  // what ATen has allocated
+      const auto& s = slots[g.makes[i]]; auto& ours = (*g.made)[i];
+      if (s.device_type() != physical_type()) ours = s;  // a random seed without a use
+      else if (s.data() != ours.data()) bytes_of(ours).copy_(bytes_of(s).narrow(0, 0, g.sizes[i]), true);
     }
   });
   g.exec = reinterpret_cast<void*>(exec), g.launch = std::move(launch);
@@ -104,7 +124,8 @@ void Runner::note_kernel(const Program::Launch& l) {
 
 void Runner::replay(Program::Graph& g) {
   for (size_t i = 0; i < g.reads.size(); i++) if (g.copies[i]) bytes_of(g.copies[i]).copy_(bytes_of(slots[g.reads[i]]), true);
-  for (auto& ours : g.made) {
+  const auto before = std::exchange(g.home->tenant, g.made);
+  for (auto& ours : *before) {
     // Else somebody still has the last run's result: it gets memory of its own.
     if (ours.use_count() == 1 || ours.device_type() != physical_type()) continue;
     auto theirs = physical_bytes(ours.nbytes(), device);
@@ -135,7 +156,7 @@ void Runner::replay(Program::Graph& g) {
   else check_driver(lazysched_run_graph(g.exec, stream), "a graph's launch");
   stats[kReplays]++;
   if (++g.served % 64 == 0) g.misses = 0;
-  for (size_t i = 0; i < g.makes.size(); i++) slots[g.makes[i]] = g.made[i];
+  for (size_t i = 0; i < g.makes.size(); i++) slots[g.makes[i]] = (*g.made)[i];
   for (int32_t slot : g.frees) slots[slot] = c10::Storage();
 }
 

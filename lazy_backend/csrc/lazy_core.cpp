@@ -10,10 +10,7 @@ namespace {
 
 using namespace torch::lazy;
 
-struct DeviceType final : BackendDeviceType {
-  DeviceType() { type = 0; }
-  std::string toString() const override { return "lazysched"; }
-};
+struct DeviceType final : BackendDeviceType { DeviceType() { type = 0; } std::string toString() const override { return "lazysched"; } };
 
 struct Executor final : LazyGraphExecutor {
   void SyncLiveTensorsGraph(const BackendDevice* device, c10::ArrayRef<std::string>, bool wait) override {
@@ -33,16 +30,15 @@ struct Executor final : LazyGraphExecutor {
 
 struct Backend final : BackendImplInterface {
   using ContextPtr = std::unique_ptr<LoweringContext>; using Text = const std::string&;
-  UNUSED(const IrBuilder*, GetIrBuilder)
   UNUSED(BackendDataPtr, MakeComputationDataFromTensor, const at::Tensor&, const Shape&, const BackendDevice&)
   UNUSED(BackendDataPtr, MakeComputationDataFromScalar, const at::Scalar&, const BackendDevice&)
   UNUSED(BackendDataPtr, CreateDataPlaceholder, const BackendDevice&, const Shape&)
-  UNUSED(BackendDataPtr, GetComputationDataFromNode, const Node*)
+  UNUSED(const IrBuilder*, GetIrBuilder) UNUSED(BackendDataPtr, GetComputationDataFromNode, const Node*)
   UNUSED(at::Tensor, MakeTensorFromComputationData, const BackendDataPtr, std::optional<at::ScalarType>)
   UNUSED(ContextPtr, CreateLoweringContext, Text, BackendDevice, c10::ArrayRef<const Node*>, Util::EmissionMap)
   UNUSED(ContextPtr, CreateLoweringContext, Text, BackendDevice)
-  UNUSED(std::vector<ComputationPtr>, Compile, std::vector<ComputationPtr>)
   UNUSED(std::vector<BackendDataPtr>, ExecuteComputation, ComputationPtr, c10::ArrayRef<BackendDataPtr>, const BackendDevice&)
+  UNUSED(std::vector<ComputationPtr>, Compile, std::vector<ComputationPtr>)
   UNUSED(std::string, GetComputationBackendText, const ComputationPtr)
   void PrepareToExit() const override {}
   void SetRngSeed(size_t seed) const override { default_generator_buffer(current_device())->generator.set_current_seed(seed); }

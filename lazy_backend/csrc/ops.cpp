@@ -4,7 +4,6 @@
 #include <ATen/Functions.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/NativeFunctions.h>
-#include <ATen/native/DispatchStub.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <c10/util/strides.h>
@@ -13,8 +12,7 @@
 namespace lazysched {
 namespace {
 
-using at::Tensor;
-using std::optional;
+using at::Tensor, std::optional;
 
 // Raises where there is no such device.
 DeviceIndex index_of(const optional<at::Device>& d) { return recorder(d ? d->index() : current_device()).index; }
@@ -167,14 +165,10 @@ void keep_whole(const std::vector<std::string>& ops) {
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  m.impl("empty.memory_format", empty_memory_format);
-  m.impl("empty_strided", empty_strided);
-  m.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
-  m.impl("view", TORCH_FN(at::native::view));
-  m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
-  m.impl("_copy_from", copy_from);
-  m.impl("_local_scalar_dense", local_scalar_dense);
-  m.impl("resize_", resize_);
+  m.impl("empty.memory_format", empty_memory_format).impl("empty_strided", empty_strided);
+  m.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl)).impl("view", TORCH_FN(at::native::view));
+  m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias)).impl("resize_", resize_);
+  m.impl("_copy_from", copy_from).impl("_local_scalar_dense", local_scalar_dense);
   m.impl("set_.source_Storage_storage_offset", set_storage);
   m.impl("set_.source_Storage", [](Tensor& self, at::Storage source) -> Tensor& { return at::native::set_(self, source); });
   m.impl("set_.source_Tensor", TORCH_FN(at::native::set_tensor_));

@@ -6,6 +6,10 @@
 
 namespace lazysched {
 
+using Storages = std::vector<c10::Storage>;
+// Memory of the results of graphs that replay on `stream`, one graph's at a time; `tenant`: those of the one that did last.
+struct Block { c10::Storage memory; void* stream; std::shared_ptr<Storages> tenant; };
+
 // Runs recordings of one hash: they differ in their buffers and numbers alone, so ops are read from the recording itself.
 struct Program {
   // The recorded op on physical tensors. A slot for each tensor operand, then for each new output. -1: none; -2 - a: the tensor
@@ -20,8 +24,7 @@ struct Program {
     bool fixed() const { return kind == Pointer || (kind <= Integer && index < 0); }
   };
   struct Launch { void* function; std::array<uint32_t, 3> grid; uint32_t threads, shared; std::vector<LaunchArg> args; };
-  struct Alloc { int32_t slot; size_t nbytes; };
-  struct Free { int32_t slot; };
+  struct Alloc { int32_t slot; size_t nbytes; }; struct Free { int32_t slot; };
   struct Mark { size_t depth; std::string name; };  // profiler's ranges: ends those from `depth` on, begins one unless unnamed
   // A Python function of the bytes in each slot, where `slots` names it and it is not empty, and the recording's numbers. What it
   // returns fills the last of `slots`.
@@ -35,15 +38,15 @@ struct Program {
   struct Graph {
     size_t first, last;
     // Slots from outside, filled, emptied; the numbers that its calls take; for each of `reads`: may it be copied to where the
-    // graph reads it? Of each of `makes` the bytes, and where in the block it lies: behind its end, in memory of its own.
+    // graph reads it? Of each of `makes` the bytes, and where in the block it lies.
     std::vector<int32_t> reads, makes, frees, numbers, movable;
     std::vector<size_t> sizes, offsets;
-    std::pair<int32_t, size_t> block;  // the slot of what lies under results before they are made, and its bytes, 0: nothing does
+    std::pair<int32_t, size_t> block;  // the slot of what lies under results before they are made, or -1; the bytes of both
     void *exec = nullptr, *stream = nullptr;
     std::function<void()> launch;  // keeps its memory; called where its calls draw: PyTorch tells their kernels from which state
-    std::vector<const void*> bound;            // where the bytes of what it reads lay
-    std::vector<c10::Storage> copies, made;    // memory of its own for what it reads and what moves, else none; its results
-    std::vector<IValue> given;                 // the numbers
+    std::vector<const void*> bound; Storages copies;  // where what it reads lay; memory of its own for what moves, else none
+    std::shared_ptr<Storages> made; std::shared_ptr<Block> home;  // its results, and where they lie
+    std::vector<IValue> given;  // the numbers
     // What is set before each replay: a kernel's words, or the state that a call draws from (its words: generator and count).
     struct Setting { size_t step; void* node; std::vector<uint64_t> words; at::Generator state; };
     std::vector<Setting> settings;

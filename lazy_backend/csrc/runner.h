@@ -72,8 +72,7 @@ struct Runner {
     switch (a.kind) {
       case ArgKind::Tensor: return *slot < -1 ? IValue(stack[-2 - *slot++]) : tensor(0);
       case ArgKind::TensorList: return make_list<at::Tensor>(n, tensor);
-      case ArgKind::OptTensorList:
-        return make_list<std::optional<at::Tensor>>(n, [&](size_t i) { return if_defined(tensor(i)); });
+      case ArgKind::OptTensorList: return make_list<std::optional<at::Tensor>>(n, [&](size_t i) { return if_defined(tensor(i)); });
       case ArgKind::Scalar: return number(0);
       case ArgKind::FloatList: return make_list<double>(n, [&](size_t i) { return number(i).toDouble(); });
       case ArgKind::ScalarList: return make_list<c10::Scalar>(n, [&](size_t i) { return number(i).toScalar(); });
@@ -213,6 +212,7 @@ struct Runner {
   bool serve(Program::Graph& g, bool warm);  // runs the stretch as a graph, if that is possible
   bool ready(const Program::Graph& g) const;
   bool rebind(Program::Graph& g);
+  std::shared_ptr<Block> home_of(const Program::Graph& g) const;
   void capture(Program::Graph& g);
   void replay(Program::Graph& g);
   void note_kernel(const Program::Launch& l);
