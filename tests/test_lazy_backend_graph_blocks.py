@@ -24,7 +24,7 @@ def gradients(model: nn.Module) -> int:
 
 
 def train(device: str, keep: bool = False) -> tuple[list[float], list[list[Tensor]], list[int]]:
-    """Losses of steps on batches of several sizes in turn, gradients that were kept on the way, and bytes held after each turn."""
+    """Losses of steps on batches of several sizes in turn, gradients kept on the way, and bytes held after each turn."""
     model = tower(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     generator = torch.Generator().manual_seed(3)
