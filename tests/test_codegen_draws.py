@@ -206,6 +206,24 @@ def test_draws_are_left_to_aten_where_switched_off_or_without_philox(monkeypatch
 
 
 
+@pytest.mark.parametrize("row, kind, together", [(1024, torch.bfloat16, True), (768, torch.bfloat16, False), (768, torch.float32, True),
+                                                 (3072, torch.bfloat16, False), (8192, torch.bfloat16, False)])
+def test_rows_are_reduced_beside_draws_where_that_saves_more_memory_than_idle_lanes_take(row: int, kind: torch.dtype, together: bool
+                                                                                         ) -> None:  # fmt: skip
+    """The sum of what dropout leaves and a residual, which is kept, and its softmax. In float32 more memory moves."""
+    recording, *made_there = dropout_graph(torch.empty((1 << 22) // row, row, dtype=kind))
+    graph, result, layout = recording.graph, made_there[0], made_there[0].layout
+    for access in made_there:
+        access.buffer.live = False
+    residual = Access(graph.add_buffer(layout.nbytes, BufferKind.INPUT), layout)
+    total, softmax = (Access(graph.add_buffer(layout.nbytes, live=True), layout, "w") for _ in range(2))
+    graph.record("aten::add.Tensor", [Access(result.buffer, layout), residual, 1], [total])
+    graph.record("aten::_softmax", [Access(total.buffer, layout), 1, False], [softmax])
+    made = plan(graph, tuning=HOPPER)
+    apart = any(refusal.reason.startswith("its random numbers delay rows") for refusal in made.refusals)
+    assert (len(kernels(made)) == 1) is together and apart is not together
+
+
 @pytest.mark.parametrize("rows, row, together", [(1024, 1024, True), (2048, 1003, False), (1025, 1027, False), (16, 1003, True)])
 def test_rows_are_not_reduced_beside_draws_of_one_number_each(rows: int, row: int, together: bool) -> None:
     """A Philox call gives four numbers, to neighbours where ATen's threads work on vectors of them."""
