@@ -21,8 +21,9 @@ DRAWN = 1 << 20
 """Random numbers from which a kernel of their own is worth its launch."""
 LANE, LONG, LONG_LANE = 9.0, 4096, 15.0
 """Bytes of memory that move while a row's kernel draws for one lane: in rows of up to ``LONG`` elements, and beyond, where fewer
-programs fit beside each other. On an H200, 64 Mi elements of dropout, sum and norm in bfloat16: 154 us in rows of 1,024 and 2,048 (162
-in two kernels), 201 to 212 in rows of 768, 1,536 and 3,072, whose last quarter of lanes is empty (168), 247 of 8,192 (171)."""
+programs fit beside each other. On an H200, 64 Mi elements of dropout, sum and norm in bfloat16: 154 us in rows of 1,024 and of
+2,048 (162 in two kernels), 201 to 212 in rows of 768, 1,536 and 3,072, whose last quarter of lanes is empty (168), 247 in rows of
+8,192 (171)."""
 
 
 def joint_space(left: Group, right: Group) -> Joint | str:
@@ -82,7 +83,7 @@ def can_fuse(left: Group, right: Group) -> Joint | str:
 
 
 def _draws_slowly(left: Group, right: Group, joint: Joint) -> str:
-    """Why random numbers would delay rows that are reduced by more than a kernel of their own moves memory; "": they would not."""
+    """Why random numbers would delay rows that are reduced by more than memory between two kernels takes; "": they would not."""
     row = forms.reduced_extent(joint.reduced or ())
     parts = [unit.part for unit in (left if left.draws else right).units if unit.part is not None and unit.part.draws]
     if any(draws.calls_for_each(part, row) for part in parts):
