@@ -148,7 +148,7 @@ def why_not_one(chain: Chain) -> str:
     if any((node.segment, node.stage) != (first.segment, first.stage) for node in chain.nodes):
         return "they belong to different segments"
     if len(chain.nodes) == 3 and chain.other is None:
-        return "the other summand is no tensor"
+        return "the sum goes into the memory of the other summand, or adds a number"
     if chain.other is not None and chain.other.value is made.value:
         return "the convolution is the summand that a number scales"
     for before, node in zip(chain.nodes, chain.nodes[1:]):
