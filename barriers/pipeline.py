@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Callable, Sequence
 
 from barriers.passes.conv_bias import add_biases
+from barriers.passes.conv_gradients import sum_gradients
 from barriers.passes.cse import merge_common
 from barriers.passes.dead import eliminate_dead
 from barriers.passes.epilogues import join_relus
@@ -53,6 +54,9 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
     def conv_bias(graph: Graph) -> Graph:
         return add_biases(graph, remarks) if replays and partition is not None else graph
 
+    def conv_gradients(graph: Graph) -> Graph:
+        return sum_gradients(graph, remarks) if replays and partition is not None else graph
+
     def own_part(graph: Graph) -> Graph:
         return read_own_part(graph, remarks, kernels=partition is not None)
 
@@ -77,8 +81,8 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
 
     passes: tuple[tuple[str, Pass], ...] = (
         ("fold", fold), ("fold", eliminate_dead), ("cse", cse), ("epilogues", epilogues), ("conv_bias", conv_bias),
-        ("own_part", own_part), ("copy_engines", inbox), ("recompute", recompute), ("peak_order", peak_order),
-        ("hold_less", spare),
+        ("conv_gradients", conv_gradients), ("own_part", own_part), ("copy_engines", inbox), ("recompute", recompute),
+        ("peak_order", peak_order), ("hold_less", spare),
     )
     allowed = [step for name, step in passes if settings.enabled(name)]
     return [*allowed, memory_budget] if settings.current().memory_budget else allowed

@@ -106,7 +106,8 @@ def emit_own(node: Node) -> Emit:
     """An op that the compiler chose, such as zeros for `codegen.pad_products`: none that was recorded could be called. One that
     returns a tensor brings the memory that its result fills."""
     use, function = node_use(node), ops.overload(node.target)
-    assert len(node.returns) < 2 and not node.effects, node
+    returned = [place for place in node.returns if place is not None]
+    assert len(returned) < 2 and not node.effects, node
 
     def run(slots: list[Any], numbers: list[Any]) -> torch.Tensor | None:
         def seen(place: Operand | Write) -> torch.Tensor:
@@ -116,7 +117,9 @@ def emit_own(node: Node) -> Emit:
 
         positional, keyword = call.arguments(node, call.Fill(seen, seen, lambda number: numbers[number.index], None))
         made = function(*positional, **keyword)
-        return as_promised(made, node.writes[0].layout) if node.returns else None
+        found = call.new_results(node, made) if returned else []
+        return next((as_promised(one, node.writes[place].layout) for one, place in zip(found, node.returns) if place is not None),
+                    None)
 
     slots = (*use.buffers, *use.makes)
     return Emit(use, written_buffers(node), lambda program: program.python(run, node.instr, slots), (node,),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import lazy_backend
 from barriers.passes.conv_bias import BIAS, CONVOLUTION, WITH_RELU, WITH_SUM
+from barriers.passes.conv_gradients import BACKWARD, SUM
 from ir_nodes import Graph, settings
 from lazy_backend import core, flush
 from tests.cudnn_ops import on_cpu
@@ -109,10 +110,10 @@ def inferred(batch: int, device: str, dtype: torch.dtype, layout: Any, inplace: 
 
 
 class Watched:
-    """The convolutions of new graphs: how many cuDNN does more than convolve for, and who keeps a bias."""
+    """The convolutions of new graphs: how many cuDNN does more than convolve for, who keeps a bias, and who sums its gradient."""
 
     def __init__(self) -> None:
-        self.relus = self.sums = self.biased = self.plain = self.refused = 0
+        self.relus = self.sums = self.biased = self.plain = self.summed = self.whole = 0
         self.before = self.refusals()
 
     @staticmethod
@@ -126,6 +127,8 @@ class Watched:
             self.sums += node.target == WITH_SUM
             self.biased += node.target == CONVOLUTION and node.args[BIAS] is not None
             self.plain += node.target == CONVOLUTION and node.args[BIAS] is None
+            self.summed += node.target == SUM and node.changed
+            self.whole += node.target == BACKWARD and node.args[-1][BIAS]
 
 
 @contextlib.contextmanager
@@ -150,6 +153,8 @@ def test_numbers_are_eager_modes(run: Any, dtype: torch.dtype, layout: Any, inpl
     graphs = found.plain // (2 if layout is LAST else 6)
     assert graphs and (found.relus, found.sums) == ((3 * graphs, 2 * graphs) if layout is LAST else (0, 0)) and not found.biased
     torch.testing.assert_close(ours, run(batch, EAGER, dtype, layout, inplace), **NEAR[dtype])
+    others = graphs * (layout is LAST)  # the mean's gradient lies otherwise than what the last convolution read
+    assert (found.summed, found.whole) == ((6 * graphs - others, others) if run is trained else (0, 0))
     if core.physical_is_cuda():
         assert lazy_backend.stats()["graphs_replayed"] > replayed and Watched.refusals() == found.before
 
@@ -189,7 +194,7 @@ def test_without_cuda_graphs_convolutions_stay(monkeypatch: pytest.MonkeyPatch) 
 SHAPES = [  # channels in and out, kernel, stride, padding, dilation, height and width
     (8, 8, (1, 1), 1, 0, 1, (7, 5)), (16, 24, (5, 5), 2, 2, 1, (9, 11)), (64, 64, (3, 3), 1, 2, 2, (14, 14)),
     (8, 16, (3, 1), (2, 1), (1, 0), 1, (6, 9)), (72, 8, (3, 3), 1, 1, 1, (1, 1)), (8, 136, (4, 4), 4, 0, 1, (16, 12)),
-    (16, 16, (3, 3), 1, 0, 1, (3, 3)), (512, 512, (3, 3), 1, 1, 1, (7, 7)),
+    (16, 16, (3, 3), 1, 0, 1, (3, 3)), (256, 256, (3, 3), 1, 1, 1, (7, 7)),
 ]  # fmt: skip
 
 

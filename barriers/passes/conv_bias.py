@@ -174,19 +174,17 @@ def alike(one: Layout, other: Layout) -> bool:
 
 
 def why_not_cudnn(node: Node) -> str:
-    """Why eager mode would not run cuDNN, and then add the bias; "": it would."""
-    source, weight, bias, *_ = node.args
-    made = node.writes[0]
+    """Why eager mode would not run cuDNN for a convolution or its gradients, and an op of its own for the bias; "": it would."""
     if not torch.backends.cudnn.enabled:
         return "cuDNN is switched off"
     if torch.cuda.is_available() and not torch.backends.cudnn.is_available():
         return "this PyTorch has no cuDNN"
-    operands = [one.layout for one in (source, weight, bias) if one is not None]
-    if made.layout.dtype not in FLOATS or any(one.dtype is not made.layout.dtype or one.flipped for one in operands):
+    layouts = [one.layout for one in (*node.reads, *node.writes)]
+    if layouts[0].dtype not in FLOATS or any(one.dtype is not layouts[0].dtype or one.flipped for one in layouts):
         return "its dtypes are not all float16, bfloat16 or float32"
-    if not made.layout.numel or not source.layout.numel:
+    if not all(one.numel for one in layouts):
         return "it is empty"
-    if made.base is not None or made.value.version != 1 or not made.layout.covers(made.value.buffer.nbytes):
+    if any(one.base is not None or not one.layout.covers(one.value.buffer.nbytes) for one in node.writes):
         return "it fills a part of a tensor"
     return ""
 
@@ -229,6 +227,8 @@ def why_not_parted(node: Node) -> str:
 
 def is_channels_last(layout: Layout) -> bool:
     """Do the channels of a pixel lie side by side, and pixels behind one another?"""
+    if len(layout.size) != 4:
+        return False
     step = 1
     for dim in (1, 3, 2, 0):
         if layout.size[dim] != 1 and layout.stride[dim] != step:
