@@ -119,9 +119,6 @@ class _Convolutions:
         self.remarks.did("conv_bias", node.name, DID_PART)
 
 
-# ---- what follows a convolution ----------------------------------------------------------------------------------------
-
-
 def chain_of(node: Node) -> Chain | None:
     """What cuDNN could do together, as far as ops and readers tell."""
     second = only_reader(node)
@@ -170,9 +167,6 @@ def alike(one: Layout, other: Layout) -> bool:
     return same and all(n == 1 or a == b for n, a, b in zip(one.size, one.stride, other.stride))
 
 
-# ---- what convolutions allow -------------------------------------------------------------------------------------------
-
-
 def why_not_cudnn(node: Node) -> str:
     """Why eager mode would not run cuDNN for a convolution or its gradients, and an op of its own for the bias; "": it would."""
     if not torch.backends.cudnn.enabled:
@@ -198,6 +192,8 @@ def why_not_fused(node: Node) -> str:
         return reason
     if torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled():
         return "deterministic algorithms are asked for, which the fused op can't be told"
+    if made.dtype is torch.float32 and not may_round():
+        return "without TF32 cuDNN has few fused kernels, and convolving takes far longer than a pass over memory"
     if len(made.size) != 4 or transposed or groups != 1:
         return "cuDNN's fused op is for plain two-dimensional convolutions"
     if not all(is_channels_last(one) for one in (source.layout, weight.layout, made)):
@@ -209,6 +205,14 @@ def why_not_fused(node: Node) -> str:
     if max(source.layout.numel, made.numel) >= INDICES:
         return "it is so large that ATen cuts it into several"
     return ""
+
+
+def may_round() -> bool:
+    """May convolutions round float32 to TF32?"""
+    try:
+        return bool(torch.backends.cudnn.allow_tf32)
+    except RuntimeError:  # PyTorch refuses to tell by this name what was set by its new one
+        return False
 
 
 def why_not_parted(node: Node) -> str:
@@ -239,9 +243,6 @@ def is_channels_last(layout: Layout) -> bool:
 
 def aligned(layout: Layout) -> bool:
     return layout.offset * layout.itemsize % VECTOR == 0
-
-
-# ---- changes -----------------------------------------------------------------------------------------------------------
 
 
 def join(graph: Graph, chain: Chain) -> None:
