@@ -10,6 +10,8 @@ import time
 from dataclasses import dataclass
 from typing import Callable, Sequence
 
+from barriers.passes.conv_bias import add_biases
+from barriers.passes.conv_gradients import sum_gradients
 from barriers.passes.cse import merge_common
 from barriers.passes.dead import eliminate_dead
 from barriers.passes.epilogues import join_relus
@@ -49,6 +51,12 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
     def epilogues(graph: Graph) -> Graph:
         return join_relus(graph, remarks) if replays and partition is not None and not settings.current().templates else graph
 
+    def conv_bias(graph: Graph) -> Graph:
+        return add_biases(graph, remarks) if replays and partition is not None else graph
+
+    def conv_gradients(graph: Graph) -> Graph:
+        return sum_gradients(graph, remarks) if replays and partition is not None else graph
+
     def own_part(graph: Graph) -> Graph:
         return read_own_part(graph, remarks, kernels=partition is not None)
 
@@ -72,9 +80,9 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
         return fit_budget(graph, settings.current().memory_budget, partition, unstored, remarks)
 
     passes: tuple[tuple[str, Pass], ...] = (
-        ("fold", fold), ("fold", eliminate_dead), ("cse", cse), ("epilogues", epilogues),
-        ("own_part", own_part), ("copy_engines", inbox), ("recompute", recompute), ("peak_order", peak_order),
-        ("hold_less", spare),
+        ("fold", fold), ("fold", eliminate_dead), ("cse", cse), ("epilogues", epilogues), ("conv_bias", conv_bias),
+        ("conv_gradients", conv_gradients), ("own_part", own_part), ("copy_engines", inbox), ("recompute", recompute),
+        ("peak_order", peak_order), ("hold_less", spare),
     )
     allowed = [step for name, step in passes if settings.enabled(name)]
     return [*allowed, memory_budget] if settings.current().memory_budget else allowed

@@ -22,6 +22,7 @@ aten = torch.ops.aten
 Sizes = tuple[int, ...]
 MATRIX = {"large": (16384, 8192), "odd": (8191, 5003), "gpt": (16384, 768), "small": (64, 768)}
 WIDE = {"50257": (8192, 50257), "128256": (4096, 128256), "odd": (2047, 30523), "small": (64, 1000)}
+IMAGES = {"large": (64, 64, 56, 56), "small": (2, 8, 6, 6)}
 SQUARE = {"large": (8192, 8192), "odd": (5003, 4099), "small": (64, 96)}
 PARAMETERS = {"124M": (0,), "small": (1,)}  # all of GPT-2's; of a tiny one
 BETAS, STEP = (0.9, 0.999), 7.0
@@ -143,6 +144,16 @@ def _rotary(size: Sizes, new: Callable[..., Tensor], _: Any) -> Sequence[Any]:
     return [new(size[0] // 64, 16, 64, size[1]), new(1, 1, 64, size[1]), new(1, 1, 64, size[1])]
 
 
+def _convolution(layout: torch.memory_format, tensors: int = 1) -> Callable[..., Sequence[Any]]:
+    """Input, further tensors of its size, a weight that keeps the size, a bias."""
+    return lambda size, new, _: [*(new(*size).to(memory_format=layout) for _ in range(tensors)),
+                                 new(size[1], size[1], 3, 3).mul_(0.05).to(memory_format=layout), new(size[1])]
+
+
+def convolved(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.conv2d(x, w, b, padding=1)
+
+
 def _targets(size: Sizes, new: Callable[..., Tensor], index: Callable[..., Tensor]) -> Sequence[Any]:
     return [new(*size), index(size[-1], size[0])]
 
@@ -177,6 +188,12 @@ CASES = [
     Case("cross entropy fwd+bwd", cross_entropy, _targets, 3, WIDE, trains=True),
     Case("gelu+bias backward", gelu_backward, _rows(tensors=2), 3, MATRIX),
     Case("swiglu backward", swiglu_backward, _rows(tensors=3), 5, MATRIX),
+    # Not bound by memory alone: what bias, residual and activation add to the convolution is.
+    Case("conv+bias+relu", lambda x, w, b: convolved(x, w, b).relu_(), _convolution(torch.channels_last), 2, IMAGES),
+    Case("conv+bias+add+relu", lambda x, y, w, b: (convolved(x, w, b) + y).relu(), _convolution(torch.channels_last, 2), 3,
+         IMAGES),
+    Case("conv+bias+silu", lambda x, w, b: F.silu(convolved(x, w, b)), _convolution(torch.channels_last), 2, IMAGES),
+    Case("conv+bias+relu rows", lambda x, w, b: convolved(x, w, b).relu(), _convolution(torch.contiguous_format), 2, IMAGES),
     Case("AdamW foreach", adamw_foreach, _foreach, 0, PARAMETERS),
     Case("AdamW fused", adamw_fused, _fused, 0, PARAMETERS),
     Case("clip by global norm", clip, lambda size, new, _: _parameters(1, new, size), 0, PARAMETERS),

@@ -106,7 +106,8 @@ def emit_own(node: Node) -> Emit:
     """An op that the compiler chose, such as zeros for `codegen.pad_products`: none that was recorded could be called. One that
     returns a tensor brings the memory that its result fills."""
     use, function = node_use(node), ops.overload(node.target)
-    assert len(node.returns) < 2 and not node.effects, node
+    returned = [place for place in node.returns if place is not None]
+    assert len(returned) < 2 and not node.effects, node
 
     def run(slots: list[Any], numbers: list[Any]) -> torch.Tensor | None:
         def seen(place: Operand | Write) -> torch.Tensor:
@@ -116,16 +117,27 @@ def emit_own(node: Node) -> Emit:
 
         positional, keyword = call.arguments(node, call.Fill(seen, seen, lambda number: numbers[number.index], None))
         made = function(*positional, **keyword)
-        return made if node.returns else None
+        found = call.new_results(node, made) if returned else []
+        return next((as_promised(one, node.writes[place].layout) for one, place in zip(found, node.returns) if place is not None),
+                    None)
 
     slots = (*use.buffers, *use.makes)
     return Emit(use, written_buffers(node), lambda program: program.python(run, node.instr, slots), (node,),
                 blocked_call(node), numbers=tuple(scalars([node])), early=False)  # in a CUDA graph it runs once, at the capture
 
 
+def as_promised(made: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """``made`` itself where its elements lie as ``layout`` says, or it is memory of another shape; else a copy that does."""
+    if made.shape != layout.size or all(n == 1 or mine == wanted for n, mine, wanted in
+                                        zip(layout.size, made.stride(), layout.stride)):
+        return made
+    return torch.empty_strided(layout.size, layout.stride, dtype=made.dtype, device=made.device).copy_(made)
+
+
 def operand_slots(node: Node) -> tuple[list[int], list[Chosen]]:
-    """The slot and the layout of each tensor operand in argument order, then of each new output. Slot -1 where there is none;
-    -2 - a for a tensor that argument ``a`` has read already, since some ops ask whether two of their tensors are one."""
+    """The slot and the layout of each tensor operand in argument order, then of each new output. Slot -1 where there is none,
+    or the compiler leaves it out; -2 - a for a tensor that argument ``a`` has read already, since some ops ask whether two of
+    their tensors are one."""
     slots: list[int] = []
     layouts: list[Chosen] = []
     read: dict[tuple[Buffer, Layout], int] = {}
@@ -147,7 +159,7 @@ def operand_slots(node: Node) -> tuple[list[int], list[Chosen]]:
                 read.setdefault(seen, position)
 
     for position, arg in enumerate(node.args):
-        walk(arg, position)
+        add(-1, None) if position in node.left_out else walk(arg, position)
     for index in node.returns:
         add(-1, None) if index is None else add(node.writes[index].value.buffer.index, node.writes[index].layout)
     return slots, layouts

@@ -104,6 +104,8 @@ def _formula(target: str) -> Callable[..., Any] | None:
         return None
     if name == "linear":
         return lambda x, weight, *rest, **more: 2 * math.prod(x) * weight[0]
+    if name in ("cudnn_convolution_relu", "cudnn_convolution_add_relu"):
+        return lambda x, weight, *rest, out_val: 2 * math.prod(out_val) * math.prod(weight[1:])
     name = name.replace("_for_cpu", "").replace("_backward_overrideable", "_backward").replace("_addmm_activation", "addmm")
     packet = getattr(torch.ops.aten, name, None)
 

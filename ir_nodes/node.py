@@ -162,6 +162,7 @@ class Node:
     segment: SegmentCall | None = None  # the innermost one it was recorded in
     relaid: bool = False  # its layouts are the compiler's, not the recording's
     changed: bool = False  # its op is the compiler's, in place of the recorded one
+    left_out: tuple[int, ...] = ()  # arguments that the recorded op had a tensor for and the compiler's has None
     stage: int = 0  # nodes of different stages keep their order and share no kernel
     again: bool = False  # computes once more what another node has computed, for the nodes that follow it only
     joins: Node | None = field(default=None, repr=False)  # so it does, but in this node's kernel, which reads what that takes

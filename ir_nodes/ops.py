@@ -34,6 +34,7 @@ _KINDS: dict[str, str] = {
     "matmul": "_addmm_activation addbmm addmm addmv addr baddbmm bmm dot linear matmul mm mv outer vdot",
     "convolution": """
         _convolution conv_tbc convolution convolution_backward convolution_backward_overrideable convolution_overrideable
+        cudnn_convolution_add_relu cudnn_convolution_relu
         """,
     "attention": """
         _cudnn_attention_backward _cudnn_attention_forward _efficient_attention_backward _efficient_attention_forward

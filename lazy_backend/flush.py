@@ -91,7 +91,7 @@ def compile_recording(native: ModuleType, recording: Recording, device: int) -> 
     if report is not None and orders.debugging():
         check = check_orders(graph, report, device)
         steps = [check, *steps] if check else steps
-    dead = recorded - sum(not node.again for node in graph.nodes) - len(held.rest)
+    dead = recorded - len({node.instr for node in graph.nodes if not node.again}) - len(held.rest)
     refused = partial(told_why, native)
     keeps_no_order = not (held.rest or talks or ordered >= 0)
     if seen is not None and not keeps_no_order:

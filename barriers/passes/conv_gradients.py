@@ -1,0 +1,87 @@
+"""A convolution's bias gradient is summed by the kernel that makes what it sums. Imports `ir_nodes` and `barriers` parts only.
+
+cuDNN gives the gradients of input and weight; for that of the bias ATen then reads the gradient of the result once more, in a
+kernel of its own. As an op of its own the sum shares the kernel of the activation's gradient, as behind a linear layer. What is
+left of the recorded op is one call for each gradient, as cuDNN has it anyway. Python makes them: once, where a CUDA graph
+captures them, else in every step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from barriers.passes.conv_bias import is_channels_last, why_not_cudnn
+from ir_nodes import Graph, Layout, Node, Operand, Write
+from ir_nodes.node import Target
+from ir_nodes.ops import info
+from ir_nodes.remarks import Remarks
+
+BACKWARD, SUM = "aten::convolution_backward", "aten::sum.IntList_out"
+INPUT, WEIGHT, BIAS = range(3)
+"""The op's results, and its mask's words."""
+
+
+def sum_gradients(graph: Graph, remarks: Remarks | None = None) -> Graph:
+    """Take sums for biases out of convolutions' backwards. Returns ``graph``. Linear in nodes."""
+    remarks, nodes = remarks or Remarks(), []
+    for node in graph.nodes:
+        wanted = node.target == BACKWARD and node.args[-1][BIAS] and needed(graph, node)
+        reason = why_not(node) if wanted else ""
+        if reason:
+            remarks.refused("conv_gradients", node.name, reason)
+        elif wanted:
+            remarks.did("conv_gradients", node.name, "its bias's gradient is summed in the kernel of what it sums")
+        nodes += parted(node) if wanted and not reason else [node]
+    graph.nodes = nodes
+    return graph
+
+
+def needed(graph: Graph, node: Node) -> bool:
+    """Does anybody read the bias's gradient?"""
+    value = result(node, BIAS).value
+    return bool(value.users) or value.buffer.live and graph.last(value.buffer) is value
+
+
+def result(node: Node, which: int) -> Write:
+    place = node.returns[which]
+    assert place is not None, node
+    return node.writes[place]
+
+
+def why_not(node: Node) -> str:
+    """Why the sum stays where it is; "": it need not."""
+    gradient, source, weight, *_, transposed, _, groups, _ = node.args
+    maker = gradient.value.producer
+    reason = why_not_cudnn(node)
+    if reason:
+        return reason
+    if 1 < groups == source.layout.size[1] and not transposed:
+        return "it is that of a depthwise convolution, which has kernels of its own"
+    if maker is None or info(maker.target).kind != "pointwise" or maker.stage != node.stage:
+        return "what it sums is not made by a kernel that could do so"
+    if not any(all(suits(one.layout) for one in (gradient, source, weight)) for suits in (in_rows, is_channels_last)):
+        return "its operands differ in layout, so that each call would copy some"
+    return ""
+
+
+def in_rows(layout: Layout) -> bool:
+    return layout.is_contiguous
+
+
+def parted(node: Node) -> list[Node]:
+    """What ``node`` does, as the sum and one node for each other gradient."""
+    gradient, *_, mask = node.args
+    dims = tuple(dim for dim in range(len(gradient.layout.size)) if dim != 1)
+    total = replace(node, target=SUM, args=(gradient, dims, False, None, Target(0)), writes=(result(node, BIAS),), returns=(),
+                    reads=(gradient,), changed=True)
+    calls = [replace(node, args=(*node.args[:-1], tuple(one == which for one in (INPUT, WEIGHT, BIAS))), changed=True,
+                     writes=(result(node, which),), returns=tuple(0 if one == which else None for one in (INPUT, WEIGHT, BIAS)))
+             for which in (INPUT, WEIGHT) if mask[which]]
+    for value in node.inputs():
+        value.users.pop(node, None)
+    for one in (total, *calls):
+        one.writes[0].value.producer = one
+        one.reads = tuple(arg for arg in one.args if isinstance(arg, Operand))
+        for value in one.inputs():
+            value.users[one] = None
+    return [total, *calls]
