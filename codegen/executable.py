@@ -9,6 +9,7 @@ from typing import Any, Callable, Mapping, Protocol, Sequence
 import torch
 
 from codegen.cuda_graph import blocked_call, capturable, scalars, stretches
+from codegen.cudnn import or_apart
 from codegen.early import Known, cuts
 from codegen.memory_plan import Place, plan_memory
 from codegen.step_use import StepUse, node_use
@@ -105,7 +106,7 @@ def emit_call(node: Node) -> Emit:
 def emit_own(node: Node) -> Emit:
     """An op that the compiler chose, such as zeros for `codegen.pad_products`: none that was recorded could be called. One that
     returns a tensor brings the memory that its result fills."""
-    use, function = node_use(node), ops.overload(node.target)
+    use, function = node_use(node), or_apart(node.target, ops.overload(node.target))
     returned = [place for place in node.returns if place is not None]
     assert len(returned) < 2 and not node.effects, node
 
