@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Callable
+
 import pytest
 import torch
+from graphs import assert_same, buffer_of, execute, record, typed
 
 import lazy_backend
 from codegen.fuse import plan
 from codegen.kernel import KernelStep
 from codegen.pad_products import pad_products
 from codegen.pad_rows import with_rows
-from ir_nodes import Graph, Layout, settings
+from ir_nodes import BufferKind, Graph, Layout, Node, settings
+from ir_nodes.node import Value
 from ir_nodes.verify import verify
 from lazy_backend.explain import explained, optimised
 
@@ -126,3 +130,77 @@ def test_padding_keeps_wide_logits_out_of_memory() -> None:
     """What a loss computes from logits has rows like theirs, or kernels could not read one for the other."""
     steps = explained(recorded(512, 2057, cast=True)).steps
     assert max(step.written for step in steps) < 512 * 2057 * torch.float32.itemsize
+
+
+def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Into memory of its own, as products are recorded."""
+    return torch.mm(left, right, out=torch.empty(left.shape[0], right.shape[1], dtype=left.dtype))
+
+
+def internal(a: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+    return [product(a.bfloat16(), w.bfloat16()).float()]
+
+
+def columns(a: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+    """One product reads some columns of what has rows more, another, which sums over these rows, all."""
+    weight = w.bfloat16()
+    return [product(a[:, :8].bfloat16(), weight[:, :8].t()).float(), product(a.bfloat16(), weight).float()]
+
+
+def gram(a: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+    wide = a.bfloat16()
+    return [product(wide, wide.t()).float()]
+
+
+def square(a: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+    both = torch.cat([a[:, :1025]] * 3)[:1025].bfloat16()
+    return [product(both, both).float()]
+
+
+@pytest.mark.parametrize("program", [internal, columns, gram, square])
+def test_what_lies_behind_rows_reaches_no_result(program: Callable[..., list[torch.Tensor]]) -> None:
+    """Not even where it is NaN, as `execute` sees to."""
+    a, w = torch.randn(512, 2057), torch.randn(2057, 16)
+    recording, wanted = record(program, a, w)
+    homes = [buffer_of(recording, recording.expected, tensor) for tensor in wanted]
+    made = plan(recording.graph)
+    verify(recording.graph)
+    assert any(node.relaid for node in recording.graph.nodes)
+    memory = execute(recording, made)
+    for tensor, home in zip(wanted, homes):
+        assert home is not None
+        assert_same(typed(memory[home], tensor), tensor, rtol=2e-2, atol=2e-1)
+
+
+class Meaning:
+    """Which bytes of each buffer mean something once the nodes so far have run."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.bytes = {buffer: torch.full((buffer.nbytes,), buffer.kind is not BufferKind.FRESH) for buffer in graph.buffers}
+
+    def seen(self, value: Value, layout: Layout) -> torch.Tensor:
+        """bool[*layout.size, itemsize]: a window on ``bytes``."""
+        step = layout.itemsize
+        strides = tuple(stride * step for stride in layout.stride)
+        return self.bytes[value.buffer].as_strided((*layout.size, step), (*strides, 1), layout.offset * step)
+
+    def run(self, node: Node) -> None:
+        read = [self.seen(read.value, read.layout) for read in node.reads]
+        if node.name == "mm":  # rows and columns that mean nothing make such a result, a sum over one spoils all of it
+            self.seen(node.writes[0].value, node.writes[0].layout).copy_(read[0].all(1, True) & read[1].all(0, True))
+            return
+        assert all(bool(one.all()) for one in read), f"{node} reads what means nothing"
+        for write in node.writes:
+            self.seen(write.value, write.layout).fill_(True)
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_no_sum_runs_over_what_means_nothing(cast: bool) -> None:
+    """On GPUs, where libraries stay inside the sizes that they are told: what a padded product sums over is written or zero."""
+    graph = recorded(512, 2057, cast=cast)
+    pad_products(graph)
+    meaning = Meaning(graph)
+    for node in graph.nodes:
+        meaning.run(node)
+    outputs = [write for node in graph.nodes for write in node.writes if write.value in graph.outputs()]
+    assert len(outputs) == 3 and all(bool(meaning.seen(write.value, write.layout).all()) for write in outputs)
