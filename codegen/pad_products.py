@@ -3,7 +3,8 @@
 Rows that start on 16-byte boundaries are not enough: cuBLAS picks its fast kernels by the sizes themselves. After `pad_rows` has
 lengthened the rows of a matrix, and with a few rows more at the end of another, a product of 50,257 columns may compute 50,264.
 What it writes too much lies in the padding. Where the sum runs over padding, that is filled with zeros first: memory that nothing
-has written may hold NaN, and zero times NaN is NaN.
+has written may hold NaN, and zero times NaN is NaN. So it is for a library that looks behind rows of its own accord
+(`Tuning.overreads`).
 """
 
 from __future__ import annotations
@@ -90,6 +91,15 @@ class Padder:
             self.more[buffer] = padding
             buffer.nbytes = max(buffer.nbytes, padding.room * padding.stride * layout.itemsize)
 
+    def guard(self, product: Node) -> None:
+        """Make what lies behind the rows that ``product`` reads zero, unless it is."""
+        for value, dtype in {read.value: read.layout.dtype for read in product.reads if read.value.buffer in self.rows}.items():
+            used, padded = self.rows[value.buffer]
+            rows, maker = value.buffer.nbytes // (padded * dtype.itemsize), value.producer
+            zeros = Layout(dtype, (rows, padded - used), (padded, 1), used)
+            if maker is None or maker.name != "zero_" or maker.writes[0].layout != zeros:
+                self.fill(product, value, zeros)
+
     def fill(self, product: Node, old: Value, zeros: Layout) -> None:
         """Make the padding of ``old`` zero before ``product``, and let all that follows read the buffer so."""
         buffer, values = old.buffer, self.graph.values[old.buffer.index]
@@ -124,14 +134,16 @@ class Padder:
                 at += 1
 
 
-def pad_products(graph: Graph, remarks: Remarks | None = None) -> dict[Buffer, str]:
+def pad_products(graph: Graph, remarks: Remarks | None = None, overreads: bool = False) -> dict[Buffer, str]:
     """Give products rows and sizes that suit tensor cores. Returns which odd matrices were left as they are, and why;
-    ``remarks`` are told that, and which products are served."""
+    ``remarks`` are told that, and which products are served. ``overreads``: as in `codegen.tuning.Tuning`."""
     rows: dict[Buffer, tuple[int, int]] = {}
     refused = pad_rows(graph, rows)
     padder = Padder(graph, rows)
     for node in [node for node in graph.nodes if node.relaid and node.name in FORMS]:
         padder.widen(node)
+    for node in [node for node in graph.nodes if overreads and info(node.target).kind == "matmul"]:
+        padder.guard(node)
     if remarks is not None:
         for reason in refused.values():
             remarks.refused("pad_rows", "a matrix with rows off 16-byte boundaries", reason)
