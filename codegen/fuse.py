@@ -57,7 +57,7 @@ def units_of(graph: Graph, order: Iterable[tuple[Node, Node]], tuning: Tuning, p
     """Every node that is needed as units, which know what they wait for; ``products`` are multiplied by kernels. Without
     ``lists``, ops over lists are left to ATen."""
     if lists and settings.enabled("pad_rows"):
-        pad_products(graph, remarks)
+        pad_products(graph, remarks, tuning.overreads)
     units = needed_units(lower_all(graph, tuning, lists, lowered), dict.fromkeys(graph.outputs()))
     for unit in units:
         if unit.node in products:

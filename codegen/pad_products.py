@@ -2,7 +2,9 @@
 
 Rows that start on 16-byte boundaries are not enough: cuBLAS picks its fast kernels by the sizes themselves. After `pad_rows` has
 lengthened the rows of a matrix, and with a few rows more at the end of another, a product of 50,257 columns may compute 50,264.
-What it writes too much lies in the padding. Where the sum runs over padding, that is filled with zeros first.
+What it writes too much lies in the padding. Where the sum runs over padding, that is filled with zeros first: memory that nothing
+has written may hold NaN, and zero times NaN is NaN. So it is for a library that looks behind rows of its own accord
+(`Tuning.overreads`).
 """
 
 from __future__ import annotations
@@ -54,11 +56,13 @@ class Padder:
                 continue
             if dim == "k" and any(len(self.graph.values[place.value.buffer.index]) != 2 for place, _ in held):
                 continue
+            zeros: dict[tuple[Buffer, Layout], None] = {}  # a matrix times its own transpose needs them once
             for (place, axis), padding in zip(held, paddings):
                 assert padding is not None
                 self.grow(node, place, axis, padding)
-                if dim == "k":
-                    self.fill(node, place.value.buffer, padding.zeros)
+                zeros[place.value.buffer, padding.zeros] = None
+            for buffer, layout in zeros if dim == "k" else ():
+                self.fill(node, self.graph.values[buffer.index][-1], layout)
 
     def padding(self, place: Operand | Write, axis: int, wanted: int) -> Padding | None:
         """Room for ``wanted`` elements along ``axis`` that is nobody else's; None where there is none."""
@@ -72,12 +76,11 @@ class Padder:
             if size != used or padded != wanted or apart != padded:
                 return None
             return Padding(size, wanted, 1, Layout(layout.dtype, (count, padded - used), (padded, 1), used))
-        width = across[0][0] if across else 1
         known = self.more.get(buffer)
         whole = buffer.nbytes == size * stride * layout.itemsize and (not across or across[0][1] == 1)
         if known is None and not whole or known is not None and (known.size, known.room, known.stride) != (size, wanted, stride):
             return None
-        zeros = Layout(layout.dtype, (wanted - size, width), (stride, 1), size * stride)
+        zeros = Layout(layout.dtype, (wanted - size, stride), (stride, 1), size * stride)  # whole rows, others read more
         return known or Padding(size, wanted, stride, zeros)
 
     def grow(self, node: Node, place: Operand | Write, axis: int, padding: Padding) -> None:
@@ -88,17 +91,28 @@ class Padder:
             self.more[buffer] = padding
             buffer.nbytes = max(buffer.nbytes, padding.room * padding.stride * layout.itemsize)
 
-    def fill(self, product: Node, buffer: Buffer, zeros: Layout) -> None:
-        """Make the padding zero before ``product``, and let all that follows read the buffer so."""
-        values = self.graph.values[buffer.index]
-        old = values[-1]
+    def guard(self, product: Node) -> None:
+        """Make what lies behind the rows that ``product`` reads zero, unless it is."""
+        for value, dtype in {read.value: read.layout.dtype for read in product.reads if read.value.buffer in self.rows}.items():
+            used, padded = self.rows[value.buffer]
+            rows, maker = value.buffer.nbytes // (padded * dtype.itemsize), value.producer
+            zeros = Layout(dtype, (rows, padded - used), (padded, 1), used)
+            if maker is None or maker.name != "zero_" or maker.writes[0].layout != zeros:
+                self.fill(product, value, zeros)
+
+    def fill(self, product: Node, old: Value, zeros: Layout) -> None:
+        """Make the padding of ``old`` zero before ``product``, and let all that follows read the buffer so."""
+        buffer, values = old.buffer, self.graph.values[old.buffer.index]
         self.sum_first(product, old)
         at = self.graph.nodes.index(product)
         node = Node(product.index, "aten::zero_", (Target(0),), (), (), segment=product.segment, stage=product.stage, again=True,
                     relaid=True)
         new = Value(buffer, old.version + 1, node)
         node.writes = (Write(new, zeros, old, False),)
-        values.append(new)
+        following = values.index(old) + 1
+        for value in values[following:]:
+            value.version += 1
+        values.insert(following, new)
         self.graph.nodes.insert(at, node)
         later = set(self.graph.nodes[at + 1 :])
         for user in [user for user in old.users if user in later]:
@@ -120,14 +134,16 @@ class Padder:
                 at += 1
 
 
-def pad_products(graph: Graph, remarks: Remarks | None = None) -> dict[Buffer, str]:
+def pad_products(graph: Graph, remarks: Remarks | None = None, overreads: bool = False) -> dict[Buffer, str]:
     """Give products rows and sizes that suit tensor cores. Returns which odd matrices were left as they are, and why;
-    ``remarks`` are told that, and which products are served."""
+    ``remarks`` are told that, and which products are served. ``overreads``: as in `codegen.tuning.Tuning`."""
     rows: dict[Buffer, tuple[int, int]] = {}
     refused = pad_rows(graph, rows)
     padder = Padder(graph, rows)
     for node in [node for node in graph.nodes if node.relaid and node.name in FORMS]:
         padder.widen(node)
+    for node in [node for node in graph.nodes if overreads and info(node.target).kind == "matmul"]:
+        padder.guard(node)
     if remarks is not None:
         for reason in refused.values():
             remarks.refused("pad_rows", "a matrix with rows off 16-byte boundaries", reason)
@@ -138,11 +154,12 @@ def pad_products(graph: Graph, remarks: Remarks | None = None) -> dict[Buffer, s
 
 
 def tensors_of(node: Node) -> list[tuple[Operand | Write, str]]:
-    """The tensors of a product that writes where it is told to, with the names of their dimensions."""
+    """The tensors of a product that writes where it is told to, with the names of their dimensions; none where two of them are
+    one, whose dimensions cannot be told apart (`replace_place`)."""
     tensors = [arg for arg in node.args if isinstance(arg, (Operand, Target))]
     places = [node.writes[arg.index] if isinstance(arg, Target) else arg for arg in tensors]
     forms = FORMS[node.name]
-    if len(places) != len(forms) or not isinstance(places[-1], Write) or places[-1].reads_old:
+    if len(places) != len(forms) or len(set(places)) != len(places) or not isinstance(places[-1], Write) or places[-1].reads_old:
         return []
     named = [(place, form if len(place.layout.size) == 2 else form[1:]) for place, form in zip(places, forms)]
     return named if all(len(place.layout.size) == len(form) for place, form in named) else []

@@ -2,8 +2,9 @@
 
 A matrix product whose operand or result has rows of 50,257 bfloat16s runs on slow kernels: its rows do not start on 16-byte
 boundaries, so they can't be loaded in whole vectors. Such a matrix, where the graph makes it and nobody outside sees it, gets
-longer rows; what lies behind a row's end is never read. Nothing is copied: everyone just walks it with another stride.
-Products of such matrices are four to seven times as fast on Hopper (`python -m benchmarks.train --models gpt2`).
+longer rows; what lies behind a row's end means nothing, `codegen.pad_products` says who may read it. Nothing is copied: everyone
+just walks it with another stride. Products of such matrices are four to seven times as fast on Hopper
+(`python -m benchmarks.train --models gpt2`).
 """
 
 from __future__ import annotations

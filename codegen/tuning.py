@@ -51,7 +51,8 @@ class Tuning:
     many summands its loop takes at a time. ``pointwise_lane``: 4-byte elements per thread of a kernel that reduces nothing,
     ``thread_bytes``: what these may take in all its operands together. ``philox_blocks``: blocks of 256 threads that the
     machine runs at a time, which decides the random numbers that ATen's kernels draw; 0 where generators are not Philox.
-    ``peeled``, ``covered``: the shortest rows off 16-byte boundaries that `codegen.aligned` treats.
+    ``peeled``, ``covered``: the shortest rows off 16-byte boundaries that `codegen.aligned` treats. ``overreads``: ATen's
+    matrix products read what lies behind a row's end and multiply it with zeros, as oneDNN does on CPUs with AMX.
     """
 
     pointwise_block: int = 1024
@@ -96,6 +97,7 @@ class Tuning:
     split_row: int = 8192
     split_numel: int = 1 << 15
     philox_blocks: int = 1056  # H200
+    overreads: bool = False
 
     def changed(self, text: str) -> Tuning:
         """This with what ``text`` ("looped=8192,loop_lane=16") changes."""
@@ -117,5 +119,5 @@ class Tuning:
 
 HOPPER = Tuning()
 INTERPRETER = Tuning(pointwise_block=1 << 16, transpose_side=256, tile=1 << 16, persistent=1 << 16, once=1 << 16, looped=1 << 14,
-                     online=1 << 14, column_width=64, column_tile=2048, programs=4, cores=1, philox_blocks=0)
+                     online=1 << 14, column_width=64, column_tile=2048, programs=4, cores=1, philox_blocks=0, overreads=True)
 """The interpreter pays per instruction and program, not per element."""
