@@ -22,6 +22,7 @@ from ir_nodes.node import ScalarInput
 
 SHORTEST = 4  # steps worth a graph
 MOVABLE, MOVABLE_INPUT = 1 << 20, 1 << 28  # bytes: what moves and is larger is not worth the copy; an input moves once a step
+FINE = 6  # bits: memory for results comes in sizes at most so fine a part of it apart
 KEPT = 1 << 26  # bytes of intermediate results that may stay in memory because a later stretch reads them
 
 
@@ -165,12 +166,13 @@ def stretch(
 
 
 def laid_out(makes: Sequence[int], block: Block, plan: MemoryPlan) -> tuple[tuple[int, ...], int]:
-    """Where each of ``makes`` lies in one piece of memory that begins with ``block``, and how many bytes that is: graphs whose
-    results are about as large may have it in turn."""
+    """Where each of ``makes`` lies in one piece of memory that begins with ``block``, and how many bytes that is: rounded up, so
+    that graphs whose results are about as large may have it in turn, whichever comes first."""
     rest = [slot for slot in makes if slot not in block.results]
     ends = list(accumulate((padded(plan.sizes[slot]) for slot in rest), initial=block.nbytes))
     found = block.results | dict(zip(rest, ends))
-    return tuple(found[slot] for slot in makes), ends[-1]
+    step = 1 << max(ends[-1].bit_length() - 1 - FINE, 0)
+    return tuple(found[slot] for slot in makes), -(-ends[-1] // step) * step
 
 
 def movable(graph: Graph, slot: int) -> bool:
