@@ -111,6 +111,8 @@ def can_map(device: int) -> bool:
         except RuntimeError:
             abandon(graph, device, graph.pool())
             return False
+    graph.reset()
+    torch.cuda.empty_cache()  # else what was tried would lie idle
     return True
 
 
