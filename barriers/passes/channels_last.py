@@ -14,8 +14,8 @@ channels behind them than before is of machines and types that this pass leaves 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any, Iterable, Iterator
+from dataclasses import replace
+from typing import Any, Iterator
 
 import torch
 
@@ -37,6 +37,7 @@ LAYER_NORMS = ("native_layer_norm", "native_layer_norm_backward")
 WORTH = 1 << 20
 """Bytes that a group of convolutions reads and writes below which transposing them costs too little to be told from noise."""
 ROUNDED = (torch.float16, torch.bfloat16)
+SEEN = "its memory is seen outside, so that convolutions take and leave copies of it"
 Place = tuple[Value, Layout]
 
 
@@ -48,20 +49,14 @@ def permute_images(graph: Graph, remarks: Remarks | None = None) -> Graph:
     return graph
 
 
-@dataclass(slots=True)
-class Region:
-    """Convolutions that pass images on to each other, and the buffers that hold these."""
-
-    convolutions: dict[Node, None] = field(default_factory=dict)
-    buffers: dict[Buffer, None] = field(default_factory=dict)
-
-
 class _Images:
     def __init__(self, graph: Graph, remarks: Remarks) -> None:
         self.graph, self.remarks = graph, remarks
         self.users: dict[Buffer, dict[Node, None]] = {}
         self.shapes: dict[Buffer, Shape] = {}  # (N, C, H, W) of those that hold one tensor in rows
         self.reasons: dict[Buffer, str] = {}  # why a buffer stays in rows; "": it need not
+        self.convolutions: dict[Node, None] = {}
+        self.chosen: dict[Buffer, None] = {}
         for node in graph.nodes:
             for value, layout in places(node):
                 self.users.setdefault(value.buffer, {})[node] = None
@@ -72,33 +67,27 @@ class _Images:
                         self.shapes.setdefault(value.buffer, layout.size)
 
     def run(self) -> None:
-        convolutions = [node for node in self.graph.nodes if node.target in (CONVOLUTION, BACKWARD)]
-        why = {node: why_not_last(node) for node in convolutions}
-        for node, reason in why.items():
+        for node in (one for one in self.graph.nodes if one.target in (CONVOLUTION, BACKWARD)):
+            reason = why_not_last(node)
             if reason:
                 self.remarks.refused("channels_last", node.name, reason)
-        self.suited = {node for node, reason in why.items() if not reason}
-        seen: set[Node] = set()
-        for node in convolutions:
-            if node in self.suited and node not in seen:
-                region = self.region(node)
-                seen.update(region.convolutions)
-                self.settle(region)
+            else:
+                self.convolutions[node] = None
+        self.spread()
+        self.keep_pairs()
+        if self.convolutions:
+            self.settle()
 
-    def region(self, first: Node) -> Region:
-        """All that ``first`` is joined to by ops that take images in whatever format."""
-        region, todo = Region(), [first]
+    def spread(self) -> None:
+        """Find what convolutions are joined to by ops that take images in whatever format."""
+        todo = list(self.convolutions)
         while todo:
-            node = todo.pop()
-            if node in self.suited:
-                region.convolutions[node] = None
-            for value, layout in places(node):
+            for value, layout in places(todo.pop()):
                 buffer = value.buffer
-                if buffer in region.buffers or not self.an_image(value, layout) or self.why_not(buffer):
+                if buffer in self.chosen or not self.an_image(value, layout) or self.why_not(buffer):
                     continue
-                region.buffers[buffer] = None
-                todo += [user for user in self.users[buffer] if user in self.suited or self.passes_on(user, buffer)]
-        return region
+                self.chosen[buffer] = None
+                todo += [user for user in self.users[buffer] if self.passes_on(user, buffer)]
 
     def an_image(self, value: Value, layout: Layout) -> bool:
         return value.buffer in self.shapes and in_rows(layout, self.shapes[value.buffer])
@@ -108,31 +97,26 @@ class _Images:
         return not is_layer_norm(node) and any(value.buffer is buffer and self.an_image(value, layout)
                                                for value, layout in places(node))
 
-    def settle(self, region: Region) -> None:
-        """Permute the region's memory, if that pays."""
-        self.keep_pairs(region)
-        reason = self.why_not_worth(region)
-        names = f"{len(region.convolutions)} convolutions and gradients"
+    def settle(self) -> None:
+        """Permute the chosen memory, if that pays."""
+        names, reason = f"{len(self.convolutions)} convolutions and gradients", self.why_not_worth()
+        for why in filter(None, self.reasons.values()):
+            self.remarks.refused("channels_last", "a tensor", why)
         if reason:
             self.remarks.refused("channels_last", names, reason)
             return
-        for node in region.convolutions:
-            for value, layout in places(node):
-                stays = value.buffer not in region.buffers and len(layout.size) == 4
-                if stays and self.reasons.get(value.buffer):
-                    self.remarks.refused("channels_last", f"a tensor of {node.name}", self.reasons[value.buffer])
-        for node in dict.fromkeys(node for buffer in region.buffers for node in self.users[buffer]):
-            self.relay(node, region.buffers)
-        bridge(self.graph, region.convolutions)
-        self.remarks.did("channels_last", names, f"{len(region.buffers)} tensors between them are channels_last in memory")
+        for node in dict.fromkeys(node for buffer in self.chosen for node in self.users[buffer]):
+            self.relay(node)
+        bridge(self.graph, self.convolutions)
+        self.remarks.did("channels_last", names, f"{len(self.chosen)} tensors between them are channels_last in memory")
 
-    def relay(self, node: Node, buffers: Iterable[Buffer]) -> None:
-        """Let ``node`` see ``buffers`` as they lie now."""
+    def relay(self, node: Node) -> None:
+        """Let ``node`` see the chosen memory as it lies now."""
 
         def seen(item: Any) -> Any:
             if isinstance(item, tuple):
                 return tuple(map(seen, item))
-            if isinstance(item, (Operand, Write)) and item.value.buffer in buffers:
+            if isinstance(item, (Operand, Write)) and item.value.buffer in self.chosen:
                 layout = permuted(item.layout, self.shapes[item.value.buffer])
                 assert layout is not None, item
                 return replace(item, layout=layout)
@@ -150,10 +134,10 @@ class _Images:
 
     def obstacles(self, buffer: Buffer) -> Iterator[str]:
         if buffer.live or buffer.kind is not BufferKind.FRESH:
-            yield "its memory is seen outside"
+            yield SEEN
         shape = self.shapes[buffer]
         for node in self.users[buffer]:
-            reason = "" if node in self.suited else why_not_any(node)
+            reason = "" if node in self.convolutions else why_not_any(node)
             if reason:
                 yield f"{node.name} {reason}"
             for value, layout in places(node):
@@ -166,50 +150,50 @@ class _Images:
         if all(value.buffer is not buffer for node in self.users[buffer] for value, _ in written(node)):
             yield "nobody writes it"
 
-    def keep_pairs(self, region: Region) -> None:
+    def keep_pairs(self) -> None:
         """Pooling and interpolation write in the format of what they read, whatever they are handed: where one of the two stays
         in rows, so does the other."""
-        todo = dict.fromkeys(node for buffer in region.buffers for node in self.users[buffer] if is_pooling(node))
+        todo = dict.fromkeys(node for buffer in self.chosen for node in self.users[buffer] if is_pooling(node))
         while todo:
             node = next(iter(todo))
             del todo[node]
             held = [(value.buffer, layout) for value, layout in places(node) if len(layout.size) == 4]
-            in_rows_still = (layout for b, layout in held if b not in region.buffers and layout.is_contiguous)
+            in_rows_still = (layout for b, layout in held if b not in self.chosen and layout.is_contiguous)
             if all(same_either_way(layout.size) for layout in in_rows_still):
                 continue
-            for buffer in [b for b, layout in held if b in region.buffers and not same_either_way(self.shapes[b])]:
-                del region.buffers[buffer]
+            for buffer in [b for b, layout in held if b in self.chosen and not same_either_way(self.shapes[b])]:
+                del self.chosen[buffer]
                 self.reasons[buffer] = f"{node.name} has to find all in one format, and another tensor of it stays in rows"
                 todo.update((user, None) for user in self.users[buffer] if is_pooling(user))
 
-    def why_not_worth(self, region: Region) -> str:
-        """Why the region had better stay in rows; "": it had not."""
+    def why_not_worth(self) -> str:
+        """Why all had better stay in rows; "": it had not."""
         spared, fast, flops = 0, 0, 0
-        for node in region.convolutions:
-            spared += sum(layout.nbytes for value, layout in places(node) if self.moves(value.buffer, region))
+        for node in self.convolutions:
+            spared += sum(layout.nbytes for value, layout in places(node) if self.moves(value.buffer))
             flops += operations(node)
             fast += operations(node) if in_vectors(node) else 0
         if not spared:
-            return "no image between them is theirs alone"
+            return "no image between them is the graph's alone"
         if spared < WORTH:
             return f"transposing {spared} bytes costs next to nothing"
         if 2 * fast <= flops:
             return f"most of them have numbers of channels that are no multiples of {VECTOR} bytes, or groups"
-        if spared <= self.crossing(region):
+        if 2 * spared <= self.crossing():  # cuDNN's copies read and write, other kernels only walk another way
             return "what would be transposed for their neighbours is more than what would not be for them"
         return ""
 
-    def moves(self, buffer: Buffer, region: Region) -> bool:
-        return buffer in region.buffers and not same_either_way(self.shapes[buffer])
+    def moves(self, buffer: Buffer) -> bool:
+        return buffer in self.chosen and not same_either_way(self.shapes[buffer])
 
-    def crossing(self, region: Region) -> int:
+    def crossing(self) -> int:
         """Bytes that other ops would read in one format and write in the other."""
         total = 0
-        for node in dict.fromkeys(node for buffer in region.buffers for node in self.users[buffer]):
-            if node in region.convolutions:
+        for node in dict.fromkeys(node for buffer in self.chosen for node in self.users[buffer]):
+            if node in self.convolutions:
                 continue
-            inside = sum(layout.nbytes for value, layout in places(node) if self.moves(value.buffer, region))
-            outside = sum(layout.nbytes for value, layout in places(node) if value.buffer not in region.buffers
+            inside = sum(layout.nbytes for value, layout in places(node) if self.moves(value.buffer))
+            outside = sum(layout.nbytes for value, layout in places(node) if value.buffer not in self.chosen
                           and self.an_image(value, layout) and not same_either_way(self.shapes[value.buffer]))
             total += min(inside, outside)
         return total

@@ -37,7 +37,7 @@ def permuted(layout: Layout, shape: Shape) -> Layout | None:
 
 def in_rows(layout: Layout, shape: Shape) -> bool:
     """Does ``layout`` walk the row-major memory of ``shape`` by images, channels, rows and columns?"""
-    if len(layout.size) != 4:
+    if len(layout.size) != 4 or any(size > extent for size, extent in zip(layout.size, shape)):
         return False
     walked = Layout.contiguous(layout.dtype, shape).stride
     return all(size == 1 or step == wanted for size, step, wanted in zip(layout.size, layout.stride, walked))
