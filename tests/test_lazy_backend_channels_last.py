@@ -126,8 +126,13 @@ def watched(disable: str = "", verify: bool = False) -> Iterator[list[str]]:
         flush.watchers.remove(watch)
 
 
-def compared(ours: Told, theirs: Told, bound: dict[str, float]) -> None:
-    torch.testing.assert_close([one for one, _ in ours], [one for one, _ in theirs], **bound)
+def judged(ours: Told, net: Any, batch: int, cast: bool, train: bool, pure: bool = False) -> None:
+    """Near eager mode's numbers or, in 16 bits, as near as those to float32's: eager mode sums some gradients in 16 bits."""
+    theirs, bound = steps(net, batch, EAGER, cast, train, pure), BOUNDS[cast or pure]
+    exact = steps(net, batch, EAGER, False, train) if cast or pure else theirs
+    for place, ((mine, _), (other, _), (true, _)) in enumerate(zip(ours, theirs, exact, strict=True)):
+        if (mine - true).norm() > 1.1 * (other - true).norm() or mine.isnan().any():
+            torch.testing.assert_close(mine, other, **bound, msg=lambda told, place=place: f"tensor {place}: {told}")
 
 
 @pytest.mark.parametrize("train", [True, False], ids=["trained", "inferred"])
@@ -141,7 +146,7 @@ def test_numbers_and_layouts_are_eager_modes(net: Any, cast: bool, train: bool) 
     with watched("channels_last") as nothing:
         plain = steps(net, next(_batches), DEVICE, cast, train)
     assert not nothing and [stride for _, stride in ours] == [stride for _, stride in plain]
-    compared(ours, steps(net, batch, EAGER, cast, train), BOUNDS[cast])
+    judged(ours, net, batch, cast, train)
 
 
 @pytest.mark.parametrize("net", [Residual, UNet], ids=lambda net: net.__name__)
@@ -150,7 +155,7 @@ def test_weights_and_gradients_in_bfloat16_stay_in_rows(net: Any) -> None:
     with watched() as told:
         ours = steps(net, batch, DEVICE, False, True, pure=True)
     assert told
-    compared(ours, steps(net, batch, EAGER, False, True, pure=True), BOUNDS[True])
+    judged(ours, net, batch, False, True, pure=True)
 
 
 @pytest.mark.parametrize("net", [Residual, UNet], ids=lambda net: net.__name__)
@@ -164,8 +169,8 @@ def test_beside_cudnns_fused_convolutions(net: Any, monkeypatch: pytest.MonkeyPa
             ours = steps(net, batch, DEVICE, False, False)
             trained = steps(net, batch, DEVICE, False, True)
     assert told
-    compared(ours, steps(net, batch, EAGER, False, False), BOUNDS[False])
-    compared(trained, steps(net, batch, EAGER, False, True), BOUNDS[False])
+    judged(ours, net, batch, False, False)
+    judged(trained, net, batch, False, True)
 
 
 def test_aten_runs_the_same_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +183,7 @@ def test_aten_runs_the_same_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     with watched() as told, pytest.warns(RuntimeWarning, match="no compiler"):
         ours = steps(UNet, batch, DEVICE, False, True)
     assert told
-    compared(ours, steps(UNet, batch, EAGER, False, True), BOUNDS[False])
+    judged(ours, UNet, batch, False, True)
 
 
 def test_dropout_drops_what_eager_mode_drops() -> None:
