@@ -15,6 +15,7 @@ from torch import Tensor
 from barriers.passes import channels_last
 from barriers.passes.channels_last import permute_images
 from barriers.passes.conv_bias import CONVOLUTION, is_channels_last
+from barriers.passes.permuted import makes_last
 from ir_nodes import Node
 from ir_nodes.remarks import Remarks
 
@@ -187,6 +188,18 @@ def test_a_pool_whose_other_tensor_is_held_reads_rows(held: str) -> None:
     pool = next(node for node in recording.graph.nodes if "max_pool" in node.name)
     assert all(one.layout.is_contiguous for one in (*pool.reads, *pool.writes)), told
     assert all(is_channels_last(node.writes[0].layout) for node in convolutions(recording)) and "all in one format" in told
+    assert_equals_near(recording.graph, recording)
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["made here", "from outside"])
+def test_strides_of_single_pixels_choose_what_interpolation_writes(ours: bool) -> None:
+    def program(x: Tensor, w: Tensor, pixels: Tensor) -> Tensor:
+        return conv(F.interpolate(pixels.mul(2) if ours else pixels, (6, 5)) + conv(x, w), w)
+
+    recording, told = changed(program, *operands(), torch.randn(2, 8, 1, 1))
+    up = next(node for node in recording.graph.nodes if node.name.startswith("upsample"))
+    made = up.writes[0].layout
+    assert is_channels_last(made) == makes_last(up.reads[0].layout) == ours, told
     assert_equals_near(recording.graph, recording)
 
 

@@ -32,6 +32,8 @@ FORMATLESS = ("pointwise", "reduction", "copy", "fill")
 """Kinds of op that give the same whatever the strides of their operands, and write into memory however it lies."""
 BATCH_NORMS = ("native_batch_norm", "native_batch_norm_backward", "cudnn_batch_norm", "cudnn_batch_norm_backward",
                "_native_batch_norm_legit", "_native_batch_norm_legit_no_training")
+COMPOSED = ("constant_pad_nd", "slice_backward", "select_backward", "_prelu_kernel", "_prelu_kernel_backward")
+"""Other ops that are made of such: PyTorch's kernels for them are fills, copies and iterators over strides."""
 LAYER_NORMS = ("native_layer_norm", "native_layer_norm_backward")
 """These read any layout, and leave rows of channels however they lie."""
 WORTH = 1 << 20
@@ -94,14 +96,15 @@ class _Images:
 
     def passes_on(self, node: Node, buffer: Buffer) -> bool:
         """Does ``node`` take ``buffer`` as images, and may what it makes of them lie as they do?"""
-        return not is_layer_norm(node) and any(value.buffer is buffer and self.an_image(value, layout)
+        return node.name not in LAYER_NORMS and any(value.buffer is buffer and self.an_image(value, layout)
                                                for value, layout in places(node))
 
     def settle(self) -> None:
         """Permute the chosen memory, if that pays."""
         names, reason = f"{len(self.convolutions)} convolutions and gradients", self.why_not_worth()
-        for why in filter(None, self.reasons.values()):
-            self.remarks.refused("channels_last", "a tensor", why)
+        for buffer, why in self.reasons.items():
+            if why and not same_either_way(self.shapes[buffer]):
+                self.remarks.refused("channels_last", "a tensor", why)
         if reason:
             self.remarks.refused("channels_last", names, reason)
             return
@@ -157,14 +160,21 @@ class _Images:
         while todo:
             node = next(iter(todo))
             del todo[node]
-            held = [(value.buffer, layout) for value, layout in places(node) if len(layout.size) == 4]
-            in_rows_still = (layout for b, layout in held if b not in self.chosen and layout.is_contiguous)
-            if all(same_either_way(layout.size) for layout in in_rows_still):
-                continue
-            for buffer in [b for b, layout in held if b in self.chosen and not same_either_way(self.shapes[b])]:
+            mine = [value.buffer for value, _ in places(node) if value.buffer in self.chosen] if self.mixes(node) else []
+            for buffer in mine:
                 del self.chosen[buffer]
                 self.reasons[buffer] = f"{node.name} has to find all in one format, and another tensor of it stays in rows"
                 todo.update((user, None) for user in self.users[buffer] if is_pooling(user))
+
+    def mixes(self, node: Node) -> bool:
+        """Would ``node`` find images in both formats? Single pixels count only where it reads nothing else: their strides then
+        choose."""
+        def formats(seen: list[Place], pixels: bool = False) -> set[bool]:
+            return {value.buffer in self.chosen for value, layout in seen if len(layout.size) == 4
+                    and (pixels or not same_either_way(layout.size)) and (value.buffer in self.chosen or layout.is_contiguous)}
+
+        reads = places(node)[: len(node.reads)]
+        return len((formats(reads) or formats(reads, pixels=True)) | formats(written(node))) == 2
 
     def why_not_worth(self) -> str:
         """Why all had better stay in rows; "": it had not."""
@@ -217,17 +227,13 @@ def is_pooling(node: Node) -> bool:
     return ops.info(node.target).kind == "pool" or node.name.startswith("upsample_")
 
 
-def is_layer_norm(node: Node) -> bool:
-    return node.name in LAYER_NORMS
-
-
 def why_not_any(node: Node) -> str:
     """Why an op's tensors had better stay as they were recorded; "": it gives the same for any strides."""
     row = ops.info(node.target)
     if node.effects or row.random:
         return "draws random numbers in the order of memory"
-    if ops.split(node.target)[0] == "aten" and (row.kind in FORMATLESS or node.name in BATCH_NORMS or is_pooling(node)
-                                                or is_layer_norm(node)):
+    known = row.kind in FORMATLESS or node.name in (*BATCH_NORMS, *COMPOSED, *LAYER_NORMS) or is_pooling(node)
+    if known and ops.split(node.target)[0] == "aten":
         return ""
     return "may ask for rows" if row.kind != "convolution" else "is a convolution that is left as it is"
 
