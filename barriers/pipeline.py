@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import Callable, Sequence
 
+from barriers.passes.channels_last import permute_images
 from barriers.passes.conv_bias import add_biases
 from barriers.passes.conv_gradients import sum_gradients
 from barriers.passes.cse import merge_common
@@ -38,10 +39,11 @@ PASSES: tuple[Pass, ...] = (
 
 
 def ordered_passes(partition: Partition | None = None, remarks: Remarks | None = None,
-                   unstored: Unstored | None = None, replays: bool = False) -> list[Pass]:
+                   unstored: Unstored | None = None, replays: bool = False, gpu: bool = False) -> list[Pass]:
     """The passes over an ordered graph that the settings allow, in the order in which nodes will run. ``partition``: tells what
     would share a kernel; None: nothing. ``remarks`` are told what each does. ``unstored``: tells which buffers need no memory.
-    ``replays``: steps run as CUDA graphs, so that what only Python can call costs nothing once it is captured."""
+    ``replays``: steps run as CUDA graphs, so that what only Python can call costs nothing once it is captured. ``gpu``: cuDNN
+    runs convolutions."""
     def fold(graph: Graph) -> Graph:
         return forward_copies(graph, remarks)
 
@@ -50,6 +52,9 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
 
     def epilogues(graph: Graph) -> Graph:
         return join_relus(graph, remarks) if replays and partition is not None and not settings.current().templates else graph
+
+    def channels_last(graph: Graph) -> Graph:
+        return permute_images(graph, remarks) if gpu and partition is not None else graph
 
     def conv_bias(graph: Graph) -> Graph:
         return add_biases(graph, remarks) if replays and partition is not None else graph
@@ -80,9 +85,9 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
         return fit_budget(graph, settings.current().memory_budget, partition, unstored, remarks)
 
     passes: tuple[tuple[str, Pass], ...] = (
-        ("fold", fold), ("fold", eliminate_dead), ("cse", cse), ("epilogues", epilogues), ("conv_bias", conv_bias),
-        ("conv_gradients", conv_gradients), ("own_part", own_part), ("copy_engines", inbox), ("recompute", recompute),
-        ("peak_order", peak_order), ("hold_less", spare),
+        ("fold", fold), ("fold", eliminate_dead), ("cse", cse), ("epilogues", epilogues),
+        ("channels_last", channels_last), ("conv_bias", conv_bias), ("conv_gradients", conv_gradients), ("own_part", own_part),
+        ("copy_engines", inbox), ("recompute", recompute), ("peak_order", peak_order), ("hold_less", spare),
     )
     allowed = [step for name, step in passes if settings.enabled(name)]
     return [*allowed, memory_budget] if settings.current().memory_budget else allowed

@@ -7,7 +7,7 @@ learn: tokens follow Zipf's law, labels depend on the inputs. transformers and t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -233,6 +233,9 @@ TASKS: dict[str, Task] = {
     "mlp": Task(lambda sizes, _: Regression(sizes), draw_regression, {"batch": 32, "width": 64, "layers": 20},
                 {"batch": 32, "width": 64, "layers": 20}, "float32", "samples"),
 }
+
+TASKS["resnet-rows"] = replace(TASKS["resnet"], channels_last=False)
+"""As most programs are written: contestants may change the format themselves."""
 
 
 def sized(name: str, tiny: bool, **changes: int | None) -> Sizes:

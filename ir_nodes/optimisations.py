@@ -10,6 +10,7 @@ OPTIMISATIONS: dict[str, str] = {
     "cse": "one node where two would compute the same value",
     "fold": "results known when compiling, and ops that change nothing, cost nothing",
     "epilogues": "matrix products with a bias apply the ReLU behind them, where cuBLAS can and nobody else reads them",
+    "channels_last": "images that convolutions read and make lie as cuDNN's fast kernels want them, if nobody outside sees them",
     "conv_bias": "cuDNN adds a convolution's bias with the ReLU behind it, or the kernel of what follows does",
     "conv_gradients": "the kernel that makes a convolution's gradient sums it for the bias",
     "own_part": "what a rank sends to itself in an all_to_all_single is read where it lies, instead of being copied",

@@ -72,7 +72,7 @@ def compile_recording(native: ModuleType, recording: Recording, device: int) -> 
             check(graph)
     if not orders.debugging():  # which runs the program's order too
         shared, gone = (partial(one, lowered=lowered) if engine_name() == "triton" else None for one in (partition, unstored))
-        graph, _ = run_passes(graph, ordered_passes(shared, remarks, gone, replays()), check=now.verify)
+        graph, _ = run_passes(graph, ordered_passes(shared, remarks, gone, replays(), on_gpu()), check=now.verify)
     if "graph" in now.debug:
         print(printer.text(graph), file=sys.stderr)
     for watch in watchers:
@@ -118,6 +118,11 @@ def seen_when(graph: Graph) -> Known | None:
 def replays() -> bool:
     """May stretches of a program be replayed as CUDA graphs?"""
     return core.physical_is_cuda() and settings.current().mode == "lazy" and settings.enabled("cuda_graphs")
+
+
+def on_gpu() -> bool:
+    """Do convolutions run on a GPU, whose kernels have formats of their own?"""
+    return core.physical_is_cuda()
 
 
 def engine_name() -> str:

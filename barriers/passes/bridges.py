@@ -1,0 +1,95 @@
+"""Copies between what convolutions work on and what the program sees, for `barriers.passes.channels_last`. Imports `ir_nodes` and
+`barriers` parts only.
+
+ATen, too, would copy a weight in rows for a channels_last input, but at each of its three uses, and a result that was promised in
+rows, but in a kernel of its own. As nodes these copies are made once, and share kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Iterable
+
+from barriers.passes.conv_bias import CONVOLUTION, is_channels_last, read
+from barriers.passes.permuted import last_strides, makes_last
+from ir_nodes import Graph, Layout, Node, Operand, Value, Write
+from ir_nodes.node import Target
+
+COPY = "aten::copy_"
+
+
+def bridge(graph: Graph, convolutions: Iterable[Node]) -> None:
+    """Give ``convolutions`` channels_last copies of what came into the graph in rows, and let copies leave in rows what is
+    promised so. Linear in nodes."""
+    chosen, nodes = dict.fromkeys(convolutions), []
+    copies: dict[Operand, Operand] = {}
+    for node in graph.nodes:
+        if node not in chosen:
+            nodes.append(node)
+            continue
+        nodes += [*operands_for(graph, node, copies), node, *results_of(graph, node)]
+    graph.nodes = nodes
+
+
+def operands_for(graph: Graph, node: Node, copies: dict[Operand, Operand]) -> list[Node]:
+    """Let ``node`` read copies, those of ``copies`` first. Returns the nodes that make new ones."""
+    made: list[Node] = []
+    source, weight = (0, 1) if node.target == CONVOLUTION else (1, 2)
+    told = any(makes_last(node.args[place].layout) for place in (source, weight))
+    for place, operand in enumerate(node.args):
+        if not isinstance(operand, Operand) or len(operand.layout.size) != 4 or operand.value.producer is not None:
+            continue
+        if is_channels_last(operand.layout) and (told or place != weight):
+            continue
+        if operand not in copies:
+            layout = last(operand.layout)
+            value = new_value(graph, layout)
+            made.append(copy(node, operand, Write(value, layout, None, False)))
+            copies[operand] = Operand(value, layout)
+        node.args = (*node.args[:place], copies[operand], *node.args[place + 1 :])
+        node.relaid = True
+    for value in node.inputs():
+        value.users.pop(node, None)
+    read(node)
+    for write in node.writes:
+        if write.base is not None:
+            write.base.users[node] = None
+    return made
+
+
+def results_of(graph: Graph, node: Node) -> list[Node]:
+    """Let ``node`` leave results that are promised in rows as it makes them. Returns the nodes that copy them."""
+    made: list[Node] = []
+    writes = list(node.writes)
+    for place, write in enumerate(writes):
+        whole = write.base is None and len(write.layout.size) == 4 and write.layout.covers(write.value.buffer.nbytes)
+        if not whole or is_channels_last(write.layout):
+            continue
+        layout = last(write.layout)
+        value = new_value(graph, layout, node)
+        writes[place] = Write(value, layout, None, False)
+        made.append(copy(node, Operand(value, layout), write))
+        node.relaid = True
+    node.writes = tuple(writes)
+    return made
+
+
+def last(layout: Layout) -> Layout:
+    """A whole channels_last tensor of the same size and dtype."""
+    return replace(layout, stride=last_strides(layout.size), offset=0)
+
+
+def new_value(graph: Graph, layout: Layout, producer: Node | None = None) -> Value:
+    buffer = graph.add_buffer(layout.nbytes)
+    value = Value(buffer, 1, producer)
+    graph.values[buffer.index].append(value)
+    return value
+
+
+def copy(beside: Node, source: Operand, write: Write) -> Node:
+    """What copies ``source``; it stands where ``beside`` does, and belongs to what that belongs to."""
+    node = Node(beside.index, COPY, (Target(0), source, False), (), (write,), frame=beside.frame, instr=beside.instr,
+                segment=beside.segment, stage=beside.stage, changed=True)
+    write.value.producer = node
+    read(node)
+    return node
