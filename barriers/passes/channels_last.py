@@ -181,8 +181,9 @@ class _Images:
         spared, fast, flops = 0, 0, 0
         for node in self.convolutions:
             spared += sum(layout.nbytes for value, layout in places(node) if self.moves(value.buffer))
-            flops += operations(node)
-            fast += operations(node) if in_vectors(node) else 0
+            mine = operations(node)
+            flops += mine
+            fast += mine if in_vectors(node) else 0
         if not spared:
             return "no image between them is the graph's alone"
         if spared < WORTH:

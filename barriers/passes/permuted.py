@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 from ir_nodes import Layout
@@ -9,6 +10,7 @@ from ir_nodes import Layout
 Shape = tuple[int, ...]
 
 
+@functools.lru_cache(maxsize=1 << 14)  # a graph asks several times
 def permuted(layout: Layout, shape: Shape) -> Layout | None:
     """The elements that ``layout`` sees in the row-major memory of ``shape`` (N, C, H, W), where that memory is channels_last.
 
