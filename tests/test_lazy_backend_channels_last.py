@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import lazy_backend
 from barriers.passes import channels_last
+from benchmarks.profiling import gpu_kernels
 from codegen import engines
 from codegen.engine import EngineError
 from ir_nodes import Graph, settings
@@ -187,19 +188,20 @@ def test_aten_runs_the_same_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_dropout_drops_what_eager_mode_drops() -> None:
-    """Random ops go by the order of memory."""
-    batch, x, w = next(_batches), torch.randn(2, 8, 6, 6), torch.randn(8, 8, 3, 3)
+    """Random ops go by the order of memory, so what they read and write stays in rows; what lies before them need not."""
+    batch, x, w = next(_batches), torch.randn(2, 8, 6, 6), torch.randn(8, 8, 3, 3) / 8
     x = x.repeat(batch, 1, 1, 1)
 
     def run(device: str) -> Tensor:
         torch.manual_seed(3)
         a, b = x.to(device), w.to(device)
         with torch.no_grad():
-            return F.conv2d(F.dropout(F.conv2d(a, b, padding=1), 0.5, True), b, padding=1).cpu()
+            inner = F.conv2d(F.conv2d(a, b, padding=1).sin(), b, padding=1)
+            return F.conv2d(F.dropout(inner, 0.5, True), b, padding=1).cpu()
 
     with watched() as told:
         ours = run(DEVICE)
-    bound = {"rtol": 3e-2, "atol": 3.0} if ON_GPU else {"rtol": 1e-4, "atol": 1e-3}
+    bound = {"rtol": 3e-2, "atol": 3e-2} if ON_GPU else {"rtol": 1e-4, "atol": 1e-4}
     assert told and torch.allclose(ours, run(EAGER), **bound)
 
 
@@ -235,9 +237,7 @@ def test_no_kernel_transposes_images(train: bool) -> None:
     with watched() as told:
         for _ in range(4):
             step()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            step()
-    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        names = [name for name, _, _ in gpu_kernels(step)]
     transposing = [name for name in names if "nchwToNhwc" in name or "nhwcToNchw" in name]
     assert told and names and not transposing, transposing
 
