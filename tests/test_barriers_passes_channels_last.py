@@ -16,7 +16,9 @@ from barriers.passes import channels_last
 from barriers.passes.channels_last import permute_images
 from barriers.passes.conv_bias import CONVOLUTION, is_channels_last
 from barriers.passes.permuted import makes_last
-from ir_nodes import Node
+from barriers.pipeline import ordered_passes, run_passes
+from codegen.partition import partition
+from ir_nodes import Node, settings
 from ir_nodes.remarks import Remarks
 
 TWICE = "2 convolutions and gradients"
@@ -207,3 +209,12 @@ def test_numbers_of_random_ops_stay_in_place() -> None:
     recording, _ = changed(drawn, *operands())
     random = [node for node in recording.graph.nodes if node.effects]
     assert random and not any(node.relaid for node in random)
+
+
+def test_only_where_cudnn_convolves() -> None:
+    for gpu in (True, False):
+        graph = record(activated, *operands())[0].graph
+        run_passes(graph, ordered_passes(partition, gpu=gpu))
+        assert any(node.relaid for node in graph.nodes) == gpu
+    with settings.override(disable=frozenset({"channels_last"})):
+        assert "channels_last" not in [one.__name__ for one in ordered_passes(partition, gpu=True)]

@@ -96,8 +96,8 @@ class _Images:
 
     def passes_on(self, node: Node, buffer: Buffer) -> bool:
         """Does ``node`` take ``buffer`` as images, and may what it makes of them lie as they do?"""
-        return node.name not in LAYER_NORMS and any(value.buffer is buffer and self.an_image(value, layout)
-                                               for value, layout in places(node))
+        seen = (layout for value, layout in places(node) if value.buffer is buffer)
+        return node.name not in LAYER_NORMS and any(in_rows(layout, self.shapes[buffer]) for layout in seen)
 
     def settle(self) -> None:
         """Permute the chosen memory, if that pays."""
