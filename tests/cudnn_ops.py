@@ -35,3 +35,17 @@ def on_cpu() -> Iterator[None]:
         library.impl("cudnn_convolution_relu", with_relu, "CPU")
         library.impl("cudnn_convolution_add_relu", with_sum, "CPU")
         yield
+
+
+@contextlib.contextmanager
+def flag(name: str, value: bool) -> Iterator[None]:
+    """A switch of ``torch.backends.cudnn``, also where PyTorch's own test suites, in this process, have locked them."""
+    cudnn = torch.backends.cudnn
+    with torch.backends.__allow_nonbracketed_mutation():
+        before = getattr(cudnn, name)
+        setattr(cudnn, name, value)
+    try:
+        yield
+    finally:
+        with torch.backends.__allow_nonbracketed_mutation():
+            setattr(cudnn, name, before)

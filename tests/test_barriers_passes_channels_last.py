@@ -7,6 +7,7 @@ from typing import Any, Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from cudnn_ops import flag
 from graphs import record
 from optimised import assert_equals_near
 from recording import Recording
@@ -168,9 +169,9 @@ def test_little_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("switch", ["enabled", "allow_tf32"])
-def test_switches_of_cudnn(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, switch, False)
-    recording, told = changed(activated, *operands())
+def test_switches_of_cudnn(switch: str) -> None:
+    with flag(switch, False):
+        recording, told = changed(activated, *operands())
     assert ("switched off" in told or "TF32" in told) and not any(node.relaid for node in recording.graph.nodes)
 
 

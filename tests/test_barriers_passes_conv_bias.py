@@ -7,7 +7,7 @@ from typing import Any, Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from cudnn_ops import on_cpu
+from cudnn_ops import flag, on_cpu
 from graphs import execute, kernels, record
 from optimised import assert_equals_eager
 from recording import Recording
@@ -207,9 +207,9 @@ def test_what_cudnn_is_slow_at(layout: torch.memory_format, channels: int, reaso
 
 
 @pytest.mark.parametrize("name, value, reason", [("deterministic", True, "deterministic"), ("allow_tf32", False, "TF32")])
-def test_switches(name: str, value: bool, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, name, value)
-    recording, told = changed(layer, *operands())
+def test_switches(name: str, value: bool, reason: str) -> None:
+    with flag(name, value):
+        recording, told = changed(layer, *operands())
     assert reason in told
     assert_parted(recording)
 
@@ -278,9 +278,9 @@ def test_who_keeps_the_bias(program: Callable[..., Any], reason: str) -> None:
     assert not any(node.left_out for node in recording.graph.nodes)
 
 
-def test_nothing_happens_without_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
-    recording, told = changed(layer, *operands())
+def test_nothing_happens_without_cudnn() -> None:
+    with flag("enabled", False):
+        recording, told = changed(layer, *operands())
     assert "cuDNN is switched off" in told and targets(recording) == [CONVOLUTION, "aten::relu"]
 
 
