@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 from ir_nodes import BufferKind, Graph, Layout, Node, ops
-from ir_nodes.node import Buffer, Operand, Value, Write
+from ir_nodes.node import Buffer
 
 VECTOR = 16
 """Bytes that a thread loads at once."""
@@ -47,7 +46,7 @@ def follow(done: dict[Buffer, tuple[int, int]], users: dict[Buffer, list[Node]])
         for node in users[buffer]:
             if node.name not in FOLLOWING:
                 continue
-            for value, layout in places(node):
+            for value, layout in node.places():
                 shape = (done[buffer][0], layout.itemsize)
                 alike = layout.size and layout.size[-1] == shape[0] and value.buffer not in done
                 if alike and not lengthen(value.buffer, shape, done[buffer][1], users[value.buffer]):
@@ -61,16 +60,11 @@ def odd_matrices(graph: Graph) -> dict[Buffer, tuple[int, int]]:
     for node in graph.nodes:
         if ops.info(node.target).kind != "matmul":
             continue
-        for value, layout in places(node):
+        for value, layout in node.places():
             row = leading(layout)
             if row * layout.itemsize % VECTOR and row > 1 and value.buffer.nbytes >= WORTH:
                 found.setdefault(value.buffer, (row, layout.itemsize))
     return found
-
-
-def places(node: Node) -> list[tuple[Value, Layout]]:
-    """Every layout through which ``node`` reads or writes."""
-    return [(read.value, read.layout) for read in node.reads] + [(write.value, write.layout) for write in node.writes]
 
 
 def leading(layout: Layout) -> int:
@@ -82,7 +76,7 @@ def leading(layout: Layout) -> int:
 def users_of(graph: Graph) -> dict[Buffer, list[Node]]:
     users: dict[Buffer, dict[Node, None]] = {}
     for node in graph.nodes:
-        for value, _ in places(node):
+        for value, _ in node.places():
             users.setdefault(value.buffer, {})[node] = None
     return {buffer: list(nodes) for buffer, nodes in users.items()}
 
@@ -96,7 +90,7 @@ def lengthen(buffer: Buffer, shape: tuple[int, int], padded: int, users: list[No
         return "it is more than rows"
     chosen: dict[Layout, Layout] = {}
     for node in users:
-        for value, layout in places(node):
+        for value, layout in node.places():
             if value.buffer is not buffer:
                 continue
             longer = with_rows(layout, row, padded, itemsize)
@@ -106,7 +100,8 @@ def lengthen(buffer: Buffer, shape: tuple[int, int], padded: int, users: list[No
         if any(write.value.buffer is buffer for write in node.writes) and not writes_anywhere(node):
             return f"{node.target} makes its result where it likes"
     for node in users:
-        relay(node, buffer, chosen)
+        node.relay(lambda place: chosen[place.layout] if place.value.buffer is buffer else place.layout)
+        node.relaid = True
     buffer.nbytes = buffer.nbytes // row * padded
     return ""
 
@@ -137,17 +132,3 @@ def with_rows(layout: Layout, row: int, padded: int, itemsize: int) -> Layout | 
     if inside >= row:
         return None
     return replace(layout, stride=tuple(strides), offset=above * padded + layout.offset % row)
-
-
-def relay(node: Node, buffer: Buffer, chosen: dict[Layout, Layout]) -> None:
-    """Put the chosen layouts into everything that ``node`` knows of ``buffer``."""
-
-    def seen(item: Any) -> Any:
-        if isinstance(item, tuple):
-            return tuple(seen(one) for one in item)
-        if isinstance(item, (Operand, Write)) and item.value.buffer is buffer:
-            return replace(item, layout=chosen[item.layout])
-        return item
-
-    node.args, node.reads, node.writes = seen(node.args), seen(node.reads), seen(node.writes)
-    node.relaid = True

@@ -7,8 +7,8 @@ A *buffer* is what a storage owns. Every write to a buffer makes a new *value* o
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
-from typing import Any, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Callable, Iterator
 
 from ir_nodes.layout import Layout
 
@@ -182,6 +182,21 @@ class Node:
 
     def all_writes(self) -> tuple[Write, ...]:
         return self.writes + self.effects
+
+    def places(self) -> list[tuple[Value, Layout]]:
+        """Every layout through which it reads or writes, reads first."""
+        return [(place.value, place.layout) for place in (*self.reads, *self.writes)]
+
+    def relay(self, layout_of: Callable[[Operand | Write], Layout]) -> None:
+        """Put other layouts into everything that it reads and writes."""
+        def seen(item: Any) -> Any:
+            if isinstance(item, tuple):
+                return tuple(map(seen, item))
+            return replace(item, layout=layout_of(item)) if isinstance(item, (Operand, Write)) else item
+
+        before = (self.reads, self.writes)
+        self.args, self.reads, self.writes = seen(self.args), seen(self.reads), seen(self.writes)
+        self.relaid = self.relaid or before != (self.reads, self.writes)
 
     def __str__(self) -> str:
         outs = ", ".join(map(str, self.writes))

@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Iterable
 
-from barriers.passes.conv_bias import CONVOLUTION, is_channels_last, read
-from barriers.passes.permuted import last_strides, makes_last
+from barriers.passes.conv_bias import CONVOLUTION
+from barriers.passes.permuted import is_channels_last, last_strides, makes_last
+from barriers.passes.rewrite import read, reread
 from ir_nodes import Graph, Layout, Node, Operand, Value, Write
 from ir_nodes.node import Target
 
@@ -34,6 +35,7 @@ def bridge(graph: Graph, convolutions: Iterable[Node]) -> None:
 def operands_for(graph: Graph, node: Node, copies: dict[Operand, Operand]) -> list[Node]:
     """Let ``node`` read copies, those of ``copies`` first. Returns the nodes that make new ones."""
     made: list[Node] = []
+    instead: dict[Operand, Operand] = {}
     source, weight = (0, 1) if node.target == CONVOLUTION else (1, 2)
     told = any(makes_last(node.args[place].layout) for place in (source, weight))
     for place, operand in enumerate(node.args):
@@ -46,14 +48,9 @@ def operands_for(graph: Graph, node: Node, copies: dict[Operand, Operand]) -> li
             value = new_value(graph, layout)
             made.append(copy(node, operand, Write(value, layout, None, False)))
             copies[operand] = Operand(value, layout)
-        node.args = (*node.args[:place], copies[operand], *node.args[place + 1 :])
+        instead[operand] = copies[operand]
         node.relaid = True
-    for value in node.inputs():
-        value.users.pop(node, None)
-    read(node)
-    for write in node.writes:
-        if write.base is not None:
-            write.base.users[node] = None
+    reread(node, lambda operand: instead.get(operand, operand))
     return made
 
 

@@ -14,13 +14,12 @@ channels behind them than before is of machines and types that this pass leaves 
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, Iterator
+from typing import Iterator
 
 import torch
 
 from barriers.passes.bridges import bridge
-from barriers.passes.conv_bias import CONVOLUTION, INDICES, VECTOR, may_round
+from barriers.passes.conv_bias import CONVOLUTION, INDICES, VECTOR, may_round, why_no_cudnn
 from barriers.passes.conv_gradients import BACKWARD
 from barriers.passes.permuted import Shape, in_rows, permuted, same_either_way
 from ir_nodes import BufferKind, Graph, Layout, Node, Operand, Value, Write, ops
@@ -60,7 +59,7 @@ class _Images:
         self.convolutions: dict[Node, None] = {}
         self.chosen: dict[Buffer, None] = {}
         for node in graph.nodes:
-            for value, layout in places(node):
+            for value, layout in node.places():
                 self.users.setdefault(value.buffer, {})[node] = None
                 if len(layout.size) == 4 and layout.is_contiguous and layout.covers(value.buffer.nbytes):
                     if node.target in (CONVOLUTION, BACKWARD):
@@ -84,7 +83,7 @@ class _Images:
         """Find what convolutions are joined to by ops that take images in whatever format."""
         todo = list(self.convolutions)
         while todo:
-            for value, layout in places(todo.pop()):
+            for value, layout in todo.pop().places():
                 buffer = value.buffer
                 if buffer in self.chosen or not self.an_image(value, layout) or self.why_not(buffer):
                     continue
@@ -96,7 +95,7 @@ class _Images:
 
     def passes_on(self, node: Node, buffer: Buffer) -> bool:
         """Does ``node`` take ``buffer`` as images, and may what it makes of them lie as they do?"""
-        seen = (layout for value, layout in places(node) if value.buffer is buffer)
+        seen = (layout for value, layout in node.places() if value.buffer is buffer)
         return node.name not in LAYER_NORMS and any(in_rows(layout, self.shapes[buffer]) for layout in seen)
 
     def settle(self) -> None:
@@ -109,25 +108,17 @@ class _Images:
             self.remarks.refused("channels_last", names, reason)
             return
         for node in dict.fromkeys(node for buffer in self.chosen for node in self.users[buffer]):
-            self.relay(node)
+            node.relay(self.layout_now)
         bridge(self.graph, self.convolutions)
         self.remarks.did("channels_last", names, f"{len(self.chosen)} tensors between them are channels_last in memory")
 
-    def relay(self, node: Node) -> None:
-        """Let ``node`` see the chosen memory as it lies now."""
-
-        def seen(item: Any) -> Any:
-            if isinstance(item, tuple):
-                return tuple(map(seen, item))
-            if isinstance(item, (Operand, Write)) and item.value.buffer in self.chosen:
-                layout = permuted(item.layout, self.shapes[item.value.buffer])
-                assert layout is not None, item
-                return replace(item, layout=layout)
-            return item
-
-        before = (node.reads, node.writes)
-        node.args, node.reads, node.writes = seen(node.args), seen(node.reads), seen(node.writes)
-        node.relaid = node.relaid or before != (node.reads, node.writes)
+    def layout_now(self, place: Operand | Write) -> Layout:
+        """How ``place`` is seen with the chosen memory as it lies now."""
+        if place.value.buffer not in self.chosen:
+            return place.layout
+        layout = permuted(place.layout, self.shapes[place.value.buffer])
+        assert layout is not None, place
+        return layout
 
     def why_not(self, buffer: Buffer) -> str:
         """Why ``buffer`` stays in rows; "": it need not."""
@@ -143,7 +134,7 @@ class _Images:
             reason = "" if node in self.convolutions else why_not_any(node)
             if reason:
                 yield f"{node.name} {reason}"
-            for value, layout in places(node):
+            for value, layout in node.places():
                 if value.buffer is not buffer:
                     continue
                 if layout.nbytes and buffer.nbytes != layout.itemsize * product(shape):
@@ -160,7 +151,7 @@ class _Images:
         while todo:
             node = next(iter(todo))
             del todo[node]
-            mine = [value.buffer for value, _ in places(node) if value.buffer in self.chosen] if self.mixes(node) else []
+            mine = [value.buffer for value, _ in node.places() if value.buffer in self.chosen] if self.mixes(node) else []
             for buffer in mine:
                 del self.chosen[buffer]
                 self.reasons[buffer] = f"{node.name} has to find all in one format, and another tensor of it stays in rows"
@@ -173,14 +164,14 @@ class _Images:
             return {value.buffer in self.chosen for value, layout in seen if len(layout.size) == 4
                     and (pixels or not same_either_way(layout.size)) and (value.buffer in self.chosen or layout.is_contiguous)}
 
-        reads = places(node)[: len(node.reads)]
+        reads = node.places()[: len(node.reads)]
         return len((formats(reads) or formats(reads, pixels=True)) | formats(written(node))) == 2
 
     def why_not_worth(self) -> str:
         """Why all had better stay in rows; "": it had not."""
         spared, fast, flops = 0, 0, 0
         for node in self.convolutions:
-            spared += sum(layout.nbytes for value, layout in places(node) if self.moves(value.buffer))
+            spared += sum(layout.nbytes for value, layout in node.places() if self.moves(value.buffer))
             mine = operations(node)
             flops += mine
             fast += mine if in_vectors(node) else 0
@@ -203,8 +194,8 @@ class _Images:
         for node in dict.fromkeys(node for buffer in self.chosen for node in self.users[buffer]):
             if node in self.convolutions:
                 continue
-            inside = sum(layout.nbytes for value, layout in places(node) if self.moves(value.buffer))
-            outside = sum(layout.nbytes for value, layout in places(node) if value.buffer not in self.chosen
+            inside = sum(layout.nbytes for value, layout in node.places() if self.moves(value.buffer))
+            outside = sum(layout.nbytes for value, layout in node.places() if value.buffer not in self.chosen
                           and self.an_image(value, layout) and not same_either_way(self.shapes[value.buffer]))
             total += min(inside, outside)
         return total
@@ -212,11 +203,6 @@ class _Images:
 
 def written(node: Node) -> list[Place]:
     return [(write.value, write.layout) for write in node.writes]
-
-
-def places(node: Node) -> list[Place]:
-    """Every layout through which ``node`` reads or writes."""
-    return [(read.value, read.layout) for read in node.reads] + written(node)
 
 
 def product(shape: Shape) -> int:
@@ -241,11 +227,10 @@ def why_not_any(node: Node) -> str:
 
 def why_not_last(node: Node) -> str:
     """Why a convolution, or its gradients, had better not get channels_last operands; "": it had."""
-    source, weight = tensors(node)
-    layouts = [layout for _, layout in places(node) if len(layout.size) != 1]
-    groups = node.args[-1] if node.target == CONVOLUTION else node.args[-2]
-    if not torch.backends.cudnn.enabled or torch.cuda.is_available() and not torch.backends.cudnn.is_available():
-        return "cuDNN is switched off, or missing"
+    source, weight, groups = described(node)
+    layouts = [layout for _, layout in node.places() if len(layout.size) != 1]
+    if reason := why_no_cudnn():
+        return reason
     if any(len(layout.size) != 4 for layout in layouts):
         return "it is not two-dimensional"
     if any(layout.dtype is not source.dtype or layout.flipped for layout in layouts):
@@ -259,15 +244,14 @@ def why_not_last(node: Node) -> str:
     return ""
 
 
-def tensors(node: Node) -> tuple[Layout, Layout]:
-    """Input and weight of a convolution or its backward."""
-    source, weight = node.args[:2] if node.target == CONVOLUTION else node.args[1:3]
-    return source.layout, weight.layout
+def described(node: Node) -> tuple[Layout, Layout, int]:
+    """Input, weight and number of groups of a convolution or its backward."""
+    first, groups = (0, -1) if node.target == CONVOLUTION else (1, -2)
+    return node.args[first].layout, node.args[first + 1].layout, node.args[groups]
 
 
 def in_vectors(node: Node) -> bool:
     """Is it of one group, and are its channels, before and behind, whole vectors?"""
-    groups = node.args[-1] if node.target == CONVOLUTION else node.args[-2]
-    source, _ = tensors(node)
+    source, _, groups = described(node)
     made = node.writes[0].layout if node.target == CONVOLUTION else node.args[0].layout
     return groups == 1 and not any(one.size[1] * one.itemsize % VECTOR for one in (source, made))

@@ -1,4 +1,4 @@
-"""A convolution's bias, and the ReLU behind it, take no pass over memory of their own. Imports torch and `ir_nodes` only.
+"""A convolution's bias, and the ReLU behind it, take no pass over memory of their own. Imports torch, `ir_nodes`, `barriers` parts.
 
 On CUDA eager mode runs cuDNN without the bias and adds that in place: what the convolution has written is read and written once
 more. Where input and weight are channels_last, cuDNN adds a bias and a residual and applies a ReLU to what it has in registers,
@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from barriers.passes.permuted import is_channels_last
+from barriers.passes.rewrite import read
 from ir_nodes import BufferKind, Graph, Layout, Node, Operand, Value, Write
 from ir_nodes.node import Arg, Target
 from ir_nodes.remarks import Remarks
@@ -68,7 +70,7 @@ class _Convolutions:
         chain = chain_of(node)
         if chain is None:
             return False
-        reason = why_not_fused(node) or why_not_one(chain) or self._why_not_there(chain)
+        reason = why_not_cudnn(node) or why_not_fused(node) or why_not_one(chain) or self._why_not_there(chain)
         if reason:
             self.remarks.refused("conv_bias", chain.name, reason)
             return False
@@ -110,7 +112,7 @@ class _Convolutions:
 
     def _part(self, node: Node) -> None:
         """Let a kernel add the bias."""
-        reason = why_not_parted(node)
+        reason = why_not_cudnn(node) or why_not_parted(node)
         if reason:
             self.remarks.refused("conv_bias", node.name, reason)
             return
@@ -167,12 +169,17 @@ def alike(one: Layout, other: Layout) -> bool:
     return same and all(n == 1 or a == b for n, a, b in zip(one.size, one.stride, other.stride))
 
 
-def why_not_cudnn(node: Node) -> str:
-    """Why eager mode would not run cuDNN for a convolution or its gradients, and an op of its own for the bias; "": it would."""
+def why_no_cudnn() -> str:
+    """Why cuDNN runs no convolution at all; "": it may."""
     if not torch.backends.cudnn.enabled:
         return "cuDNN is switched off"
-    if torch.cuda.is_available() and not torch.backends.cudnn.is_available():
-        return "this PyTorch has no cuDNN"
+    return "this PyTorch has no cuDNN" if torch.cuda.is_available() and not torch.backends.cudnn.is_available() else ""
+
+
+def why_not_cudnn(node: Node) -> str:
+    """Why eager mode would not run cuDNN for a convolution or its gradients, and an op of its own for the bias; "": it would."""
+    if reason := why_no_cudnn():
+        return reason
     layouts = [one.layout for one in (*node.reads, *node.writes)]
     if layouts[0].dtype not in FLOATS or any(one.dtype is not layouts[0].dtype or one.flipped for one in layouts):
         return "its dtypes are not all float16, bfloat16 or float32"
@@ -184,12 +191,9 @@ def why_not_cudnn(node: Node) -> str:
 
 
 def why_not_fused(node: Node) -> str:
-    """Why cuDNN would not, or not fast, do what follows ``node`` with it; "": it would."""
+    """Why cuDNN, which runs ``node``, would not, or not fast, do what follows with it; "": it would."""
     source, weight, bias, *_, transposed, _, groups = node.args
     made = node.writes[0].layout
-    reason = why_not_cudnn(node)
-    if reason:
-        return reason
     if torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled():
         return "deterministic algorithms are asked for, which the fused op can't be told"
     if made.dtype is torch.float32 and not may_round():
@@ -216,29 +220,18 @@ def may_round() -> bool:
 
 
 def why_not_parted(node: Node) -> str:
-    """Why ATen had better add the bias; "": a kernel may."""
+    """Why ATen had better add the bias of a convolution that cuDNN runs; "": a kernel may."""
     source, _, bias, *_, transposed, _, groups = node.args
-    made = node.writes[0].layout
-    reason = why_not_cudnn(node)
-    if reason:
-        return reason
-    if bias.layout.size != made.size[1:2]:
+    if bias.layout.size != node.writes[0].layout.size[1:2]:
         return "the bias is no number for each channel"
-    if 1 < groups == source.layout.size[1] and not transposed:
+    if is_depthwise(source.layout, transposed, groups):
         return "the kernel of depthwise convolutions adds the bias itself"
     return ""
 
 
-def is_channels_last(layout: Layout) -> bool:
-    """Do the channels of a pixel lie side by side, and pixels behind one another?"""
-    if len(layout.size) != 4:
-        return False
-    step = 1
-    for dim in (1, 3, 2, 0):
-        if layout.size[dim] != 1 and layout.stride[dim] != step:
-            return False
-        step *= layout.size[dim]
-    return True
+def is_depthwise(source: Layout, transposed: bool, groups: int) -> bool:
+    """Does a convolution of ``source`` run in PyTorch's own kernels for a group per channel?"""
+    return 1 < groups == source.size[1] and not transposed
 
 
 def aligned(layout: Layout) -> bool:
@@ -280,10 +273,3 @@ def part(graph: Graph, node: Node) -> Node:
     made.value.producer = add
     read(add)
     return add
-
-
-def read(node: Node) -> None:
-    """Let ``node`` read what its arguments name."""
-    node.reads = tuple(arg for arg in node.args if isinstance(arg, Operand))
-    for value in node.inputs():
-        value.users[node] = None

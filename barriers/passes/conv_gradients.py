@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from barriers.passes.conv_bias import is_channels_last, why_not_cudnn
-from ir_nodes import Graph, Layout, Node, Operand, Write
+from barriers.passes.conv_bias import is_depthwise, why_not_cudnn
+from barriers.passes.permuted import is_channels_last
+from barriers.passes.rewrite import read
+from ir_nodes import Graph, Node, Write
 from ir_nodes.node import Target
 from ir_nodes.ops import info
 from ir_nodes.remarks import Remarks
@@ -55,17 +57,14 @@ def why_not(node: Node) -> str:
     reason = why_not_cudnn(node)
     if reason:
         return reason
-    if 1 < groups == source.layout.size[1] and not transposed:
+    if is_depthwise(source.layout, transposed, groups):
         return "it is that of a depthwise convolution, which has kernels of its own"
     if maker is None or info(maker.target).kind != "pointwise" or maker.stage != node.stage:
         return "what it sums is not made by a kernel that could do so"
-    if not any(all(suits(one.layout) for one in (gradient, source, weight)) for suits in (in_rows, is_channels_last)):
+    layouts = [one.layout for one in (gradient, source, weight)]
+    if not all(one.is_contiguous for one in layouts) and not all(map(is_channels_last, layouts)):
         return "its operands differ in layout, so that each call would copy some"
     return ""
-
-
-def in_rows(layout: Layout) -> bool:
-    return layout.is_contiguous
 
 
 def parted(node: Node) -> list[Node]:
@@ -81,7 +80,5 @@ def parted(node: Node) -> list[Node]:
         value.users.pop(node, None)
     for one in (total, *calls):
         one.writes[0].value.producer = one
-        one.reads = tuple(arg for arg in one.args if isinstance(arg, Operand))
-        for value in one.inputs():
-            value.users[one] = None
+        read(one)
     return [total, *calls]

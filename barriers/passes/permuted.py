@@ -45,6 +45,12 @@ def in_rows(layout: Layout, shape: Shape) -> bool:
     return all(size == 1 or step == wanted for size, step, wanted in zip(layout.size, layout.stride, walked))
 
 
+def is_channels_last(layout: Layout) -> bool:
+    """Do the channels of a pixel lie side by side, and pixels behind one another?"""
+    return len(layout.size) == 4 and all(size == 1 or step == wanted for size, step, wanted in
+                                         zip(layout.size, layout.stride, last_strides(layout.size)))
+
+
 def last_strides(shape: Shape) -> Shape:
     """Those of a channels_last tensor of ``shape``, as PyTorch gives them to one of its own."""
     _, channels, height, width = shape

@@ -32,6 +32,13 @@ def reread(user: Node, instead: Callable[[Operand], Operand]) -> None:
         value.users[user] = None
 
 
+def read(node: Node) -> None:
+    """Let ``node``, which has been given new arguments or is new, read what they name, none of them in lists."""
+    node.reads = tuple(arg for arg in node.args if isinstance(arg, Operand))
+    for value in node.inputs():
+        value.users[node] = None
+
+
 def clone(graph: Graph, node: Node, instead: Mapping[Value, Value], reader: Node, joins: Node | None = None) -> Node:
     """The same op once more, into new memory, of other values in place of some. It belongs where ``reader`` does, for which it is
     made, and is not yet one of the graph's nodes."""

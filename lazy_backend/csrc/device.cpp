@@ -134,7 +134,7 @@ struct Generator final : c10::GeneratorImpl {
   uint64_t get_offset() const override { return cuda_ ? settled("the generator's offset was read").get_offset() : 0; }
   uint64_t current_seed() const override { return buffer->generator.current_seed(); }
   uint64_t seed() override { return settled("the generator was seeded").seed(); }
-  void set_state(const c10::TensorImpl& s) override { settled("its state was set").unsafeGetGeneratorImpl()->set_state(s); }
+  void set_state(const c10::TensorImpl& s) override { settled("the generator's state was set").unsafeGetGeneratorImpl()->set_state(s); }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
     return settled("the generator's state was read").unsafeGetGeneratorImpl()->get_state();
   }
