@@ -1,4 +1,4 @@
-"""A convolution's bias, and the ReLU behind it, take no pass over memory of their own. Imports `ir_nodes`, `barriers` parts, torch.
+"""A convolution's bias, and the ReLU behind it, cost no pass over memory. Imports torch, `barriers` parts, `ir_nodes`.
 
 On CUDA eager mode runs cuDNN without the bias and adds that in place: what the convolution has written is read and written once
 more. Where input and weight are channels_last, cuDNN adds a bias and a residual and applies a ReLU to what it has in registers,
