@@ -67,7 +67,8 @@ class IndexWriter:
             chunk = self.arguments.size("share_extent", self.tile.share)
             self._line(f"begin = pid * {chunk}")
             self._line(f"end = tl.minimum(begin + {chunk}, {self._extent(0)})")
-            self._index(1, "")
+            if self.tile.parts < 2:
+                self._index(1, "")
             return
         kept = 1 - reduced
         if self.tile.share:
@@ -80,7 +81,7 @@ class IndexWriter:
             return
         self._index(kept, f"pid * B{kept}")
         self._align("pid")
-        if not self.tile.looped:
+        if not self.tile.looped and self.tile.parts < 2:
             self._index(reduced, "")
 
     def _cover(self) -> None:
@@ -95,6 +96,8 @@ class IndexWriter:
             start, share = "(pid % across) * B1 + ", "share"
         width = self.tile.covered
         self._line(f"shift = ({share} * {self.arguments.stride(self.tile.row)}) % {width}  # the same for every row of it")
+        if self.tile.parts > 1:
+            return
         self._line(f"at = {start}{self._arange(1)}")
         self._vectors(width)
         self._split(1)
@@ -274,7 +277,7 @@ class IndexWriter:
                 return "base + at", "v1"
             offset = "base + at"
         if self.tile.covered and step.stage in ("load", "store") and self.tile.follows(step):
-            return "base + at", f"{self._rows_guard()}v1"
+            return "base + at", "" if self._inside else f"{self._rows_guard()}v1"
         if self._in_vectors(step):
             return "base + i1", " & ".join(["m0"] * self._guarded(0) + ["v1"] * (not self._inside))
         return offset, " & ".join(f"m{number}" for number in sorted(terms) if self._guarded(number))

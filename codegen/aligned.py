@@ -45,11 +45,12 @@ def peel(tile: Tile, body: Body) -> Tile:
     width = 16 // min((step.access.dtype.itemsize for step in full if step.access is not None), default=16)
     if not settings.enabled("aligned_rows"):
         return tile
-    if body.backwards or any(step.stage == "random" for step in body.steps):  # these come in fours, from the row's first on
+    flat = tile.axes[0] is None
+    if body.backwards or not flat and any(step.stage == "random" for step in body.steps):  # in fours, from the row's first on
         return tile
     if len(strides) == 1 and strides[0] % width and not tile.share:
         return replace(tile, peel=width, row=strides[0], vectors=not any(_unlike(step) for step in body.steps))
-    return replace(tile, peel=1) if tile.reduced_axis is not None or tile.axes[0] is None else tile
+    return replace(tile, peel=1) if tile.reduced_axis is not None or flat else tile
 
 
 def cover(tile: Tile, body: Body, shortest: int) -> Tile:

@@ -84,9 +84,10 @@ def _share(body: Body, tuning: Tuning) -> int:
     """Summands per program of a split reduction: enough programs to fill the machine, none with next to nothing to do."""
     lanes = tuning.lanes(body.column)
     programs = -(-body.kept // lanes)
-    least = tuning.split_rows if body.column else tuning.looped
+    least = tuning.split_rows if body.column else tuning.split_least
     shares = max(2, min(-(-tuning.programs // programs), body.extent // least))
-    return -(-body.extent // (shares * 16)) * 16
+    step = tuning.looped if tuning.whole_share and not body.column and body.extent > tuning.looped * shares else 16
+    return -(-body.extent // (shares * step)) * step
 
 
 def _launch(body: Body, tile: Tile, nodes: tuple[Node, ...], scratch: Scratch) -> KernelStep:

@@ -24,7 +24,7 @@ def loads(body: Body) -> int:
 
 def loop_lane(body: Body, tuning: Tuning) -> int:
     """Elements per thread where one operand is summed up in a loop; what reads several, or scans, has fewer at a time."""
-    return tuning.loop_lane if loads(body) < 2 and not any(step.stage == "scan" for step in body.steps) else tuning.lane
+    return tuning.loop_lane // (1 if narrow(body) else 2) if loads(body) < 2 and not any(step.stage == "scan" for step in body.steps) else tuning.lane
 
 
 def may_walk_again(body: Body) -> bool:
@@ -36,9 +36,11 @@ def may_walk_again(body: Body) -> bool:
 def row_block(body: Body, tuning: Tuning, split: bool) -> tuple[int, bool, int]:
     """(elements per step, looped?, elements per thread) where rows are reduced."""
     reads, extent = loads(body), power_of_two(body.extent + (7 if body.extent % 8 and body.extent > tuning.covered else 0))
+    longest = tuning.persistent if walks_again(body) and not makes_gradient(body) else tuning.once
+    if not split and (part := part_of(body, tuning, longest // (1 if reads < 2 else 2))):
+        return part, False, tuning.part_lane
     if not split and extent > tuning.short_row and extent * 3 > body.extent * tuning.padded and may_walk_again(body):
         return snug_block(body.extent + 7, min(tuning.looped, 2 * tuning.short_row), 512), True, tuning.lane
-    longest = tuning.persistent if walks_again(body) and not makes_gradient(body) else tuning.once
     if not split and extent <= longest // (1 if reads < 2 else 2):
         highest = any(step.stage == "reduce" and step.text != "add" or step.stage == "scan" for step in body.steps)
         wide = extent > tuning.short_row and body.extent % 8 == 0 and narrow(body) and reads < 2 and not highest
@@ -46,6 +48,27 @@ def row_block(body: Body, tuning: Tuning, split: bool) -> tuple[int, bool, int]:
     if any(pairs(body)):
         return min(tuning.online, extent), True, tuning.online_lane
     return min(tuning.looped, extent), True, loop_lane(body, tuning)
+
+
+def part_of(body: Body, tuning: Tuning, longest: int) -> int:
+    """Elements of each of the parts that hold a row of at most ``longest`` elements in registers, where that takes clearly fewer
+    lanes than one block; else 0."""
+    reduces = [step for step in body.steps if step.stage == "reduce"]
+    if body.kept <= tuning.few or makes_gradient(body) or any(step.stage == "scan" for step in body.steps) or any(step.args[0].level != FULL for step in reduces):
+        return 0
+    row = lanes_needed(body)
+    whole = power_of_two(row)
+    if tuning.part_always and tuning.part_always < row <= min(longest, tuning.part_always * tuning.parts):
+        return tuning.part_always
+    part = snug_block(row, whole // 2, tuning.part_least)
+    held = -(-row // part) * part
+    fits = held <= longest and held <= part * tuning.parts and held * 8 <= whole * 7
+    return part if reduces and fits and settings.enabled("row_parts") else 0
+
+
+def lanes_needed(body: Body) -> int:
+    """Elements of a row and, where rows do not start on 16-byte boundaries, of what may lie between one and its start."""
+    return body.extent + (7 if body.extent % 8 else 0)
 
 
 def walks_again(body: Body) -> bool:

@@ -15,7 +15,7 @@ from codegen.aligned import cover, end_in_vectors, peel, walked
 from codegen.body import Body, Step, reduced_flags
 from codegen.instructions import FULL
 from codegen.product import Product
-from codegen.row_blocks import loads, loop_lane, makes_gradient, narrow, neighbours, row_block, warps_resident
+from codegen.row_blocks import lanes_needed, loads, loop_lane, makes_gradient, narrow, neighbours, part_of, row_block, warps_resident
 from codegen.tuning import Tuning, power_of_two, snug_block
 from ir_nodes import settings
 
@@ -63,6 +63,7 @@ class Tile:
     packs: bool = True  # does the machine round two floats to bfloat16 at a time?
     near: int = 0  # neighbours that share a maximum in a loop that sums exponentials, or 0: all of a block do
     mixed: bool = False  # programs walk ``share`` rows each, and sum columns beside
+    parts: int = 0  # above 1: so many blocks hold a row
 
     def follows(self, step: Step) -> bool:
         """True where the operand's rows lie ``row`` elements apart and run along axis 1."""
@@ -70,7 +71,7 @@ class Tile:
 
     def shape(self) -> tuple[object, ...]:
         """What two tiles of one body may differ in."""
-        return (self.axes, self.looped, self.num_warps, self.stages, self.depth, self.peel, self.ragged, self.near)
+        return (self.axes, self.looped, self.num_warps, self.stages, self.depth, self.peel, self.ragged, self.near, self.parts)
 
 
 def addressed(body: Body) -> list[Step]:
@@ -150,31 +151,56 @@ def _pointwise(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuni
     last = len(dims) - 1
     lane = _lane(body, strides, tuning)
     usual = tuning.pointwise_block * (2 if lane > tuning.pointwise_lane and tuning.pointwise_block <= 4096 else 1)
-    block = usual if body.numel > usual * 64 else usual // 4  # few programs: smaller ones
+    block = usual if body.numel > usual * 64 else usual // tuning.few_block  # few programs: smaller ones
+    if block < usual:
+        lane = min(lane, tuning.few_pointwise)
     if tuning.pointwise_block > 4096:
         block = min(usual, power_of_two(body.numel))
-    if len(dims) <= 1 or dims[last] < 16:
+    run = _run(body, dims, strides, tuning) if len(dims) > 1 and dims[last] >= 16 else len(dims)
+    if run == len(dims):
         axis = Axis(tuple(range(len(dims))), body.numel, block)
         flat = Tile(dims, strides, (None, axis, None), None, False, 0, _warps(block, lane))
         return peel(flat, body) if len(dims) == 1 and block == usual and body.numel % 16 else flat
     exchanged = _exchanged(body, dims, strides)
     if exchanged is not None:
-        side = tuning.transpose_side
+        side = tuning.transpose_side if body.numel > tuning.transpose_side**2 * tuning.few_squares else tuning.transpose_side // 2
         rest = tuple(dim for dim in range(last) if dim != exchanged)
         square = [Axis((dim,), dims[dim], min(side, power_of_two(dims[dim]))) for dim in (exchanged, last)]
         outer_axis = Axis(rest, math.prod(dims[dim] for dim in rest), 1) if rest else None
         warps = _warps(square[0].block * square[1].block, 2 * tuning.pointwise_lane)
         return Tile(dims, strides, (square[0], square[1], outer_axis), None, False, 0, warps)
-    inner = snug_block(dims[last], block, 64)
-    outer_extent = body.numel // dims[last]
+    along = math.prod(dims[-run:])
+    inner = snug_block(along, block, 64)
+    outer_extent = body.numel // along
     outer = min(max(block // inner, 1), power_of_two(outer_extent))
-    axes = (Axis(tuple(range(last)), outer_extent, outer), Axis((last,), dims[last], inner), None)
+    inmost = tuple(range(len(dims) - run, len(dims)))
+    axes = (Axis(tuple(range(len(dims) - run)), outer_extent, outer), Axis(inmost, along, inner), None)
     tile = Tile(dims, strides, axes, None, False, 0, _warps(inner * outer, lane))
     if outer > 1 and inner >= tuning.peeled:  # rows off boundaries one by one, so that most blocks lie within one
         alone = replace(tile, axes=(replace(axes[0], block=1), axes[1], None), num_warps=_warps(inner, lane))
         found = peel(alone, body)
         return found if found.peel else tile
     return peel(tile, body) if outer == 1 and inner >= tuning.peeled else tile
+
+
+def _run(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuning) -> int:
+    """How many of the last dimensions are walked as one: several where rows are short and lie off 16-byte boundaries, but memory
+    runs on from row to row."""
+    full = [step for step in body.steps if step.stage in ("load", "store") and step.level == FULL and id(step) in strides]
+    width = 16 // min((step.access.dtype.itemsize for step in full if step.access is not None), default=16)
+    if not dims[-1] % width or dims[-1] >= tuning.run_on or not settings.enabled("aligned_rows"):
+        return 1
+    whole = [strides[id(step)] for step in full if math.prod(n for n, s in zip(dims, strides[id(step)]) if s) * 2 > body.numel]
+    if not any(step.stage == "store" for step in full) or any(not _dense(one, dims, len(dims)) for one in whole):
+        return 1
+    small = [strides[id(step)] for step in full if strides[id(step)] not in whole]
+    runs = (n for n in range(2, len(dims)) if not math.prod(dims[-n:]) % width and all(_dense(one, dims, n) for one in small))
+    return next(runs, len(dims))
+
+
+def _dense(strides: tuple[int, ...], dims: tuple[int, ...], count: int) -> bool:
+    """Does memory run on through the last ``count`` dimensions?"""
+    return strides[-count:] == tuple(math.prod(dims[dim + 1 :]) for dim in range(len(dims) - count, len(dims)))
 
 
 def _product(product: Step, dims: tuple[int, ...], strides: Strides, _: tuple[bool, ...], tuning: Tuning) -> Tile:
@@ -209,7 +235,7 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
     column = _along_kept(body, dims, strides, flags)
     if body.mixed:
         return _mixed(body, dims, strides, (kept, gone), tuning)
-    extent, looped, lane = body.extent, share > 0, tuning.lane
+    extent, looped, lane, parts = body.extent, share > 0, tuning.lane, 0
     if not any(step.level == FULL or step.stage == "reduce" for step in body.steps):
         block_r, block_x = 1, min(128, power_of_two(body.kept))
     elif column:
@@ -217,33 +243,42 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
         lane = loop_lane(body, tuning) if looped else tuning.lane
     else:
         block_r, looped, lane = row_block(body, tuning, looped)
-        block_x = 1 if looped else min(max(tuning.tile // block_r, 1), power_of_two(body.kept))
+        parts = -(-lanes_needed(body) // block_r) if not looped and block_r < extent else 0
+        block_x = 1 if looped else min(max((tuning.part_tile if parts > 1 else tuning.tile) // (block_r * max(parts, 1)), 1), power_of_two(body.kept))
     if not looped and any(step.stage == "random" for step in body.steps):
         lane = min(lane, tuning.drawing_lane)
     if tuning.walks and not (looped or column or share) and body.kept >= tuning.walks and body.extent <= tuning.mixed_row:
         return _mixed(body, dims, strides, (kept, gone), tuning)
-    warps = _warps(block_x * block_r, tuning.pointwise_lane if body.crowded else lane, 32)
+    if not looped and -(-body.kept // block_x) <= tuning.few:
+        lane = min(lane, tuning.few_lane)
+    warps = _warps(block_x * block_r * max(parts, 1), tuning.pointwise_lane if body.crowded else lane, 32)
+    if parts > 1:
+        warps = max(1, min(warps, block_r * block_x // (32 * tuning.part_vector // (1 if narrow(body) else 2))))
     if looped and not column and not share and warps_resident(body, tuning) > warps:
         warps = warps_resident(body, tuning)
         step = warps * 32 * tuning.rewalked_lane
         block_r = min(step if makes_gradient(body) else max(block_r, step), power_of_two(extent))
     axis_x, axis_r = Axis(kept, body.kept, block_x), Axis(gone, extent, block_r)
     axes = (axis_r, axis_x, None) if column else (axis_x, axis_r, None)
-    stages = tuning.stages if looped and not body.crowded else 1
+    stages = tuning.stages if looped and not body.crowded and not 0 < share <= 2 * block_r else 1
     near = neighbours(body, tuning) if looped and not column and not share and block_x == 1 else 0
-    tile = Tile(dims, strides, axes, 0 if column else 1, looped, share, warps, stages, shares=shares, near=min(near, block_r))
+    tile = Tile(dims, strides, axes, 0 if column else 1, looped, share, warps, stages, shares=shares, near=min(near, block_r),
+                parts=parts)
     alone = not looped and block_x == 1 and extent > tuning.covered
-    if share and column or alone and not column and not power_of_two(extent + 7) > block_r:
+    if share and column or alone and not column and (parts > 1 or not power_of_two(extent + 7) > block_r):
         return cover(tile, body, tuning.covered)
     return peel(tile, body) if looped and not column and (not share or extent % 16) else tile
 
 
 def mixed_blocks(body: Body, tuning: Tuning) -> tuple[int, int, int, int, int]:
     """(rows per step, a row's block, warps, rows per program, programs) where columns are reduced beside rows."""
-    along = power_of_two(body.extent + (7 if body.extent % 8 else 0))
-    down = min(max(tuning.mixed_tile // along, 1), power_of_two(body.kept))
+    along = part_of(body, tuning, tuning.mixed_row) or power_of_two(lanes_needed(body))
+    parts = -(-lanes_needed(body) // along)
+    down = min(max(tuning.mixed_tile // (along * parts), 1), power_of_two(body.kept))
     held = loads(body) + sum(step.across and step.stage == "reduce" for step in body.steps)
-    warps = _warps(down * along, tuning.wide_lane if held <= 4 else tuning.lane)
+    warps = _warps(down * along * parts, tuning.wide_lane if held <= 4 else tuning.lane)
+    if parts > 1:
+        warps = tuning.mixed_warps or max(1, min(warps, along * down // (32 * tuning.part_vector // (1 if narrow(body) else 2))))
     programs = tuning.cores * max((8 if held > 2 else 16) // warps, 1)
     share = -(-body.kept // (programs * down)) * down
     return down, along, warps, share, whole_shares(-(-body.kept // share), body.extent)
@@ -259,8 +294,9 @@ def _mixed(body: Body, dims: tuple[int, ...], strides: Strides, split: tuple[tup
     down, along, warps, share, shares = mixed_blocks(body, tuning)
     axes = (Axis(split[0], body.kept, down), Axis(split[1], body.extent, along), None)
     width = sum(step.access.dtype.itemsize for step in body.steps if step.stage == "load" and step.level == FULL and step.access)
-    ahead = min(tuning.stages, 1 + tuning.shared_bytes // (down * along * max(width, 1)))
-    return cover(Tile(dims, strides, axes, 1, False, share, warps, ahead, shares=shares, mixed=True), body, tuning.covered)
+    ahead = min(tuning.stages, 1 + tuning.shared_bytes // (down * along * -(-lanes_needed(body) // along) * max(width, 1)))
+    parts = -(-lanes_needed(body) // along)
+    return cover(Tile(dims, strides, axes, 1, False, share, warps, ahead, shares=shares, mixed=True, parts=parts), body, tuning.covered)
 
 
 def _column_blocks(body: Body, tuning: Tuning, split: bool) -> tuple[int, int, bool]:

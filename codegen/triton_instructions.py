@@ -58,6 +58,7 @@ class InstructionWriter(IndexWriter):
         super().__init__(body, tile, arguments)
         self._names: dict[int, str] = {}
         self._emitted: set[int] = set()
+        self._own: dict[str, None] = {}  # names that every part of a row has
         self._wide = {id(arg) for step in body.steps if step.stage != "store" and not in_bfloat16(step) for arg in step.args}
 
     def _name(self, step: Step) -> str:
@@ -68,6 +69,14 @@ class InstructionWriter(IndexWriter):
         if self._inside:
             return self._name(value)
         return f"tl.where(m{self.tile.reduced_axis}, {self._name(value)}, {identity(step.text, step.dtype)})"
+
+    def _count(self, step: Step) -> None:
+        """Rows' elements into a column's accumulators."""
+        name, (value,) = self._name(step), step.args
+        counted = self._name(value)
+        if self._guarded(0):
+            counted = f"tl.where(m0, {counted}, {identity(step.text, step.dtype)})"
+        self._line(f"{name}_acc = {COMBINE[step.text].format(f'{name}_acc', counted)}")
 
     def _emit(self, step: Step) -> None:
         self._emitted.add(id(step))

@@ -12,9 +12,10 @@ from codegen.instructions import FULL, UNIFORM
 from codegen.online import ONLINE, end_lines, loop_lines
 from codegen.promotion import TRITON_TYPES
 from codegen.random_source import PHILOX
+from codegen.row_parts import PartWriter
 from codegen.source_args import ArgumentList
 from codegen.tile import Tile
-from codegen.triton_instructions import COMBINE, InstructionWriter, identity
+from codegen.triton_instructions import COMBINE, identity
 
 _HEADER = '''"""{title}"""
 
@@ -41,7 +42,7 @@ def _min(a, b):
 '''
 
 
-class SourceWriter(InstructionWriter):
+class SourceWriter(PartWriter):
     """Writes one kernel: its passes over the tile. ``settles``: all threads read what they pick before one of them stores."""
 
     def __init__(self, body: Body, tile: Tile, arguments: ArgumentList, settles: bool = False) -> None:
@@ -71,6 +72,8 @@ class SourceWriter(InstructionWriter):
                 inside = f"(begin >= shift) & (begin - shift + B1 <= {end})" if self.tile.peel > 1 else f"begin + B1 <= {end}"
                 self._branch(f"if {inside}:", inside=True)
                 self._branch("else:", inside=False)
+            elif self.tile.parts > 1:
+                self._in_parts(self._settle if self._settles else None)
             else:
                 self._whole()
             return
@@ -94,6 +97,10 @@ class SourceWriter(InstructionWriter):
 
     def _mixed(self, stores: list[Step]) -> None:
         """Rows, step by step: each reduced on its own, columns into accumulators."""
+        ahead = f", num_stages={self.tile.stages}" if self.tile.stages > 1 else ""
+        if self.tile.parts > 1:
+            self._mixed_in_parts(f"{self._rows()}{ahead}", self._settle if self._settles else None)
+            return
         columns = [step for step in self.body.steps if step.across and step.stage == "reduce"]
         for step in self.body.steps:
             if step.level == UNIFORM or step.stage == "load" and step.level == FULL and 0 not in self._terms(step):
@@ -101,18 +108,13 @@ class SourceWriter(InstructionWriter):
         for step in columns:
             kind = TRITON_TYPES[step.dtype]
             self._line(f"{self._name(step)}_acc = tl.full([B0, B1], {identity(step.text, step.dtype)}, {kind})")
-        ahead = f", num_stages={self.tile.stages}" if self.tile.stages > 1 else ""
         self._line(f"for r in tl.range({self._rows()}{ahead}):")
         self._indent += 1
         self._row_index()
         hoisted = set(self._emitted)
         for step in self.body.steps:
             if step in columns:
-                name, (value,) = self._name(step), step.args
-                counted = self._name(value)
-                if self._guarded(0):
-                    counted = f"tl.where(m0, {counted}, {identity(step.text, step.dtype)})"
-                self._line(f"{name}_acc = {COMBINE[step.text].format(f'{name}_acc', counted)}")
+                self._count(step)
             elif step.stage != "store" and id(step) not in hoisted:
                 self._emit(step)
         self._settle()

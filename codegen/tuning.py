@@ -69,8 +69,8 @@ class Tuning:
     near: int = 1
     looped: int = 4096
     online: int = 2048
-    column_width: int = 128
-    column_tile: int = 4096
+    column_width: int = 64
+    column_tile: int = 2048
     lane: int = 16
     drawing_lane: int = 8
     wide_lane: int = 32
@@ -96,6 +96,21 @@ class Tuning:
     split_column: int = 128
     split_row: int = 8192
     split_numel: int = 1 << 15
+    run_on: int = 4096
+    whole_share: int = 1
+    few_lane: int = 4
+    few_pointwise: int = 4
+    few: int = 528
+    few_block: int = 4
+    parts: int = 8
+    part_least: int = 256
+    part_lane: int = 32
+    part_vector: int = 8
+    part_tile: int = 0
+    mixed_warps: int = 0
+    part_always: int = 0
+    split_least: int = 4096
+    few_squares: int = 66
     philox_blocks: int = 1056  # H200
     overreads: bool = False
 
