@@ -191,6 +191,8 @@ def _run(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuning) ->
     if not dims[-1] % width or dims[-1] >= tuning.run_on or not settings.enabled("aligned_rows"):
         return 1
     whole = [strides[id(step)] for step in full if math.prod(n for n, s in zip(dims, strides[id(step)]) if s) * 2 > body.numel]
+    if any(step.stage in ("gather", "take") for step in body.steps):
+        return 1
     if not any(step.stage == "store" for step in full) or any(not _dense(one, dims, len(dims)) for one in whole):
         return 1
     small = [strides[id(step)] for step in full if strides[id(step)] not in whole]
