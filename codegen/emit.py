@@ -9,12 +9,13 @@ from codegen.body import Body, BodyBuilder, Scratch
 from codegen.group import Group
 from codegen.instructions import KEPT
 from codegen.kernel import Kernel, KernelStep, Temporary
+from codegen.layout import lay_out, mixed_blocks, whole_shares
 from codegen.onehot import sum_one_hots
 from codegen.online import merge_passes
 from codegen.reuse import reuses, settles
 from codegen.source_args import ArgumentList
 from codegen.split import mixed_body, split_body
-from codegen.tile import Tile, lay_out, mixed_blocks, whole_shares
+from codegen.tile import Tile
 from codegen.triton_source import SourceWriter
 from codegen.tuning import Tuning
 from ir_nodes.node import Node, Value
@@ -81,12 +82,13 @@ def _whole(body: Body, tile: Tile, nodes: tuple[Node, ...], scratch: Scratch) ->
 
 
 def _share(body: Body, tuning: Tuning) -> int:
-    """Summands per program of a split reduction: enough programs to fill the machine, none with next to nothing to do."""
+    """Summands per program of a split reduction: enough programs to fill the machine, none with next to nothing to do, nor a last
+    step that is."""
     lanes = tuning.lanes(body.column)
     programs = -(-body.kept // lanes)
-    least = tuning.split_rows if body.column else tuning.split_least
+    least = tuning.split_rows if body.column else tuning.looped
     shares = max(2, min(-(-tuning.programs // programs), body.extent // least))
-    step = tuning.looped if tuning.whole_share and not body.column and body.extent > tuning.looped * shares else 16
+    step = tuning.looped if not body.column and body.extent > tuning.looped * shares else 16
     return -(-body.extent // (shares * step)) * step
 
 

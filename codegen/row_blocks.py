@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import math
-
 from codegen.body import Body
-from codegen.instructions import FULL, KEPT
+from codegen.instructions import FULL
 from codegen.online import pairs
+from codegen.row_traits import loads, longest_held, longest_in_strips, makes_gradient, narrow, walks_again
+from codegen.strips import strip_of
 from codegen.tuning import Tuning, power_of_two, snug_block
 from ir_nodes import settings
 
 
-def narrow(body: Body) -> bool:
-    """True where operands over the whole space have 16-bit elements or shorter ones."""
-    return any(step.access.dtype.itemsize <= 2 for step in body.steps if step.access is not None and step.level == FULL)
-
-
-def loads(body: Body) -> int:
-    """How many operands a reduction reads element by element, each from a place of its own."""
-    full = [step for step in body.steps if step.stage == "load" and step.level == FULL]
-    return sum(math.prod(n for n, stride in step.form if stride) * 2 > body.numel for step in full)
-
-
 def loop_lane(body: Body, tuning: Tuning) -> int:
     """Elements per thread where one operand is summed up in a loop; what reads several, or scans, has fewer at a time."""
-    return tuning.loop_lane // (1 if narrow(body) else 2) if loads(body) < 2 and not any(step.stage == "scan" for step in body.steps) else tuning.lane
+    alone = loads(body) < 2 and not any(step.stage == "scan" for step in body.steps)
+    return (tuning.loop_lane if narrow(body) else tuning.loop_lane // 2) if alone else tuning.lane
 
 
 def may_walk_again(body: Body) -> bool:
@@ -34,53 +24,20 @@ def may_walk_again(body: Body) -> bool:
 
 
 def row_block(body: Body, tuning: Tuning, split: bool) -> tuple[int, bool, int]:
-    """(elements per step, looped?, elements per thread) where rows are reduced."""
+    """(elements per step or strip, looped?, elements per thread) where rows are reduced."""
+    strip = 0 if split else strip_of(body, tuning, longest_in_strips(body, tuning))
+    if strip:
+        return strip, False, tuning.wide_lane
     reads, extent = loads(body), power_of_two(body.extent + (7 if body.extent % 8 and body.extent > tuning.covered else 0))
-    longest = tuning.persistent if walks_again(body) and not makes_gradient(body) else tuning.once
-    if not split and (part := part_of(body, tuning, longest // (1 if reads < 2 else 2))):
-        return part, False, tuning.part_lane
     if not split and extent > tuning.short_row and extent * 3 > body.extent * tuning.padded and may_walk_again(body):
         return snug_block(body.extent + 7, min(tuning.looped, 2 * tuning.short_row), 512), True, tuning.lane
-    if not split and extent <= longest // (1 if reads < 2 else 2):
+    if not split and extent <= longest_held(body, tuning):
         highest = any(step.stage == "reduce" and step.text != "add" or step.stage == "scan" for step in body.steps)
         wide = extent > tuning.short_row and body.extent % 8 == 0 and narrow(body) and reads < 2 and not highest
         return extent, False, tuning.wide_lane if wide else tuning.lane
     if any(pairs(body)):
         return min(tuning.online, extent), True, tuning.online_lane
     return min(tuning.looped, extent), True, loop_lane(body, tuning)
-
-
-def part_of(body: Body, tuning: Tuning, longest: int) -> int:
-    """Elements of each of the parts that hold a row of at most ``longest`` elements in registers, where that takes clearly fewer
-    lanes than one block; else 0."""
-    reduces = [step for step in body.steps if step.stage == "reduce"]
-    if body.kept <= tuning.few or makes_gradient(body) or any(step.stage == "scan" for step in body.steps) or any(step.args[0].level != FULL for step in reduces):
-        return 0
-    row = lanes_needed(body)
-    whole = power_of_two(row)
-    if tuning.part_always and tuning.part_always < row <= min(longest, tuning.part_always * tuning.parts):
-        return tuning.part_always
-    part = snug_block(row, whole // 2, tuning.part_least)
-    held = -(-row // part) * part
-    fits = held <= longest and held <= part * tuning.parts and held * 8 <= whole * 7
-    return part if reduces and fits and settings.enabled("row_parts") else 0
-
-
-def lanes_needed(body: Body) -> int:
-    """Elements of a row and, where rows do not start on 16-byte boundaries, of what may lie between one and its start."""
-    return body.extent + (7 if body.extent % 8 else 0)
-
-
-def walks_again(body: Body) -> bool:
-    """Does a loop over a row need another one after it?"""
-    merged = {id(term) for total in pairs(body) for term in (total.args[0], total.args[0].args[0])}
-    return any(step.level == FULL and step.phase and id(step) not in merged for step in body.steps)
-
-
-def makes_gradient(body: Body) -> bool:
-    """Does it leave both a number of each row's exponentials, a loss, and results for all elements, its gradient?"""
-    late = {step.level for step in body.steps if step.stage == "store" and step.phase}
-    return {KEPT, FULL} <= late and any(pairs(body))
 
 
 def neighbours(body: Body, tuning: Tuning) -> int:

@@ -58,7 +58,7 @@ class InstructionWriter(IndexWriter):
         super().__init__(body, tile, arguments)
         self._names: dict[int, str] = {}
         self._emitted: set[int] = set()
-        self._own: dict[str, None] = {}  # names that every part of a row has
+        self._own: dict[str, None] = {}  # names that each strip of a row has its own of
         self._wide = {id(arg) for step in body.steps if step.stage != "store" and not in_bfloat16(step) for arg in step.args}
 
     def _name(self, step: Step) -> str:
@@ -69,6 +69,14 @@ class InstructionWriter(IndexWriter):
         if self._inside:
             return self._name(value)
         return f"tl.where(m{self.tile.reduced_axis}, {self._name(value)}, {identity(step.text, step.dtype)})"
+
+    def _begin_column(self, step: Step) -> None:
+        """Accumulators of columns, for rows that are walked."""
+        kind = TRITON_TYPES[step.dtype]
+        self._line(f"{self._name(step)}_acc = tl.full([B0, B1], {identity(step.text, step.dtype)}, {kind})")
+
+    def _end_column(self, step: Step) -> None:
+        self._line(f"{self._name(step)} = tl.reduce({self._name(step)}_acc, 0, _{step.text}, keep_dims=True)")
 
     def _count(self, step: Step) -> None:
         """Rows' elements into a column's accumulators."""

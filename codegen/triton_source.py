@@ -12,8 +12,8 @@ from codegen.instructions import FULL, UNIFORM
 from codegen.online import ONLINE, end_lines, loop_lines
 from codegen.promotion import TRITON_TYPES
 from codegen.random_source import PHILOX
-from codegen.row_parts import PartWriter
 from codegen.source_args import ArgumentList
+from codegen.strip_source import StripWriter
 from codegen.tile import Tile
 from codegen.triton_instructions import COMBINE, identity
 
@@ -42,7 +42,7 @@ def _min(a, b):
 '''
 
 
-class SourceWriter(PartWriter):
+class SourceWriter(StripWriter):
     """Writes one kernel: its passes over the tile. ``settles``: all threads read what they pick before one of them stores."""
 
     def __init__(self, body: Body, tile: Tile, arguments: ArgumentList, settles: bool = False) -> None:
@@ -72,8 +72,8 @@ class SourceWriter(PartWriter):
                 inside = f"(begin >= shift) & (begin - shift + B1 <= {end})" if self.tile.peel > 1 else f"begin + B1 <= {end}"
                 self._branch(f"if {inside}:", inside=True)
                 self._branch("else:", inside=False)
-            elif self.tile.parts > 1:
-                self._in_parts(self._settle if self._settles else None)
+            elif self.tile.strips > 1:
+                self._in_strips(self._settle if self._settles else None)
             else:
                 self._whole()
             return
@@ -98,16 +98,15 @@ class SourceWriter(PartWriter):
     def _mixed(self, stores: list[Step]) -> None:
         """Rows, step by step: each reduced on its own, columns into accumulators."""
         ahead = f", num_stages={self.tile.stages}" if self.tile.stages > 1 else ""
-        if self.tile.parts > 1:
-            self._mixed_in_parts(f"{self._rows()}{ahead}", self._settle if self._settles else None)
+        if self.tile.strips > 1:
+            self._mixed_in_strips(f"{self._rows()}{ahead}", self._settle if self._settles else None)
             return
         columns = [step for step in self.body.steps if step.across and step.stage == "reduce"]
         for step in self.body.steps:
             if step.level == UNIFORM or step.stage == "load" and step.level == FULL and 0 not in self._terms(step):
                 self._emit(step)
         for step in columns:
-            kind = TRITON_TYPES[step.dtype]
-            self._line(f"{self._name(step)}_acc = tl.full([B0, B1], {identity(step.text, step.dtype)}, {kind})")
+            self._begin_column(step)
         self._line(f"for r in tl.range({self._rows()}{ahead}):")
         self._indent += 1
         self._row_index()
@@ -123,7 +122,7 @@ class SourceWriter(PartWriter):
                 self._store(step)
         self._indent -= 1
         for step in columns:
-            self._line(f"{self._name(step)} = tl.reduce({self._name(step)}_acc, 0, _{step.text}, keep_dims=True)")
+            self._end_column(step)
         for step in stores:
             if step.across:
                 self._store(step)

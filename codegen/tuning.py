@@ -51,8 +51,11 @@ class Tuning:
     many summands its loop takes at a time. ``pointwise_lane``: 4-byte elements per thread of a kernel that reduces nothing,
     ``thread_bytes``: what these may take in all its operands together. ``philox_blocks``: blocks of 256 threads that the
     machine runs at a time, which decides the random numbers that ATen's kernels draw; 0 where generators are not Philox.
-    ``peeled``, ``covered``: the shortest rows off 16-byte boundaries that `codegen.aligned` treats. ``overreads``: ATen's
-    matrix products read what lies behind a row's end and multiply it with zeros, as oneDNN does on CPUs with AMX.
+    ``peeled``, ``covered``: the shortest rows off 16-byte boundaries that `codegen.aligned` treats, ``run_on``: the shortest that
+    are not walked through as if they were one, where nothing is reduced. ``few``: so many programs leave much of the machine
+    idle, and get more threads, with ``few_lane`` elements each. ``held``: the longest row that registers hold in strips.
+    ``overreads``: ATen's matrix products read what lies behind a row's end and multiply it with zeros, as oneDNN does on CPUs
+    with AMX.
     """
 
     pointwise_block: int = 1024
@@ -97,20 +100,9 @@ class Tuning:
     split_row: int = 8192
     split_numel: int = 1 << 15
     run_on: int = 4096
-    whole_share: int = 1
-    few_lane: int = 4
-    few_pointwise: int = 4
     few: int = 528
-    few_block: int = 4
-    parts: int = 8
-    part_least: int = 256
-    part_lane: int = 32
-    part_vector: int = 8
-    part_tile: int = 0
-    mixed_warps: int = 0
-    part_always: int = 0
-    split_least: int = 4096
-    few_squares: int = 66
+    few_lane: int = 4
+    held: int = 65536
     philox_blocks: int = 1056  # H200
     overreads: bool = False
 
@@ -134,5 +126,5 @@ class Tuning:
 
 HOPPER = Tuning()
 INTERPRETER = Tuning(pointwise_block=1 << 16, transpose_side=256, tile=1 << 16, persistent=1 << 16, once=1 << 16, looped=1 << 14,
-                     online=1 << 14, column_width=64, column_tile=2048, programs=4, cores=1, philox_blocks=0, overreads=True)
+                     online=1 << 14, programs=4, cores=1, few=0, philox_blocks=0, overreads=True)
 """The interpreter pays per instruction and program, not per element."""

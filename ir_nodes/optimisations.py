@@ -28,7 +28,7 @@ OPTIMISATIONS: dict[str, str] = {
     "one_pass_loss": "a loss over classes makes its gradient where it reads the logits, while a cache holds the row",
     "split": "long reductions with few results are split over programs",
     "tiling": "two-dimensional tiles where operands disagree on the fast axis",
-    "row_parts": "rows that no power of two fits are held in registers in several parts",
+    "row_strips": "rows that no power of two fits are held in registers in several strips",
     "aligned_rows": "rows that start or end off 16-byte boundaries are read in whole vectors",
     "loop_order": "a kernel walks its dimensions in the order that suits its operands",
     "packed_rounding": "rounding to bfloat16 between two steps of a kernel is one instruction",

@@ -236,7 +236,7 @@ def test_programs_of_large_tensors_walk_several_blocks() -> None:
 def test_numbers_are_right_where_programs_walk_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(combo_source, "MANY_BLOCKS", 4)
     (step,) = kernels(check(scaled, *lists(((10_000,), (5000, 2), (16,), (4097,)), 1), combos=True))
-    assert step.args[0] == Size(6) and step.grid[0] < 10
+    assert step.args[0] == Size(8) and step.grid[0] < 10
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)

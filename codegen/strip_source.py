@@ -1,8 +1,7 @@
-"""Writes kernels whose programs hold a row in registers in several parts, the last of which is the only one that need not be
-full. Imports codegen's leaf modules.
+"""Writes kernels whose programs hold a row in registers in several strips. Imports codegen's leaf modules.
 
-A block's size is a power of two. Rows of 768 elements held as one block waste a quarter of all lanes, rows of 5,003 two fifths;
-three blocks of 256, or five of 1,024, waste next to nothing, and only the blocks at a row's ends need masks.
+Only the strips at a row's ends need masks. Each instruction over whole rows is written once for each strip, with the strip's
+number behind the names that are its own; what is known of a row as a whole is written once.
 """
 
 from __future__ import annotations
@@ -12,51 +11,49 @@ from typing import Callable, Iterable, Sequence
 
 from codegen.body import Step
 from codegen.instructions import FULL, UNIFORM
-from codegen.promotion import TRITON_TYPES
-from codegen.triton_instructions import COMBINE, InstructionWriter, identity
+from codegen.triton_instructions import COMBINE, InstructionWriter
 
 _ASSIGNED = re.compile(r"\s*(\w+(?:, \w+)*) = ")
 
 
-class PartWriter(InstructionWriter):
-    """Writes each instruction over whole rows once for each part, with names of its own."""
+class StripWriter(InstructionWriter):
+    """Writes what a strip of a row needs; `_in_strips` and `_mixed_in_strips` are whole kernels, behind the prologue."""
 
-    def _in_parts(self, settle: Callable[[], None] | None) -> None:
+    def _in_strips(self, settle: Callable[[], None] | None) -> None:
         """Every instruction; ``settle`` is called before anything is stored, where that has to wait."""
-        self._parts(self._part_index)
+        self._strips(self._strip_index)
         stores = [step for step in self.body.steps if step.stage == "store"]
         self._row([step for step in self.body.steps if step.stage != "store"], stores, settle)
 
-    def _mixed_in_parts(self, loop: str, settle: Callable[[], None] | None) -> None:
+    def _mixed_in_strips(self, loop: str, settle: Callable[[], None] | None) -> None:
         """Rows, step by step, each reduced on its own, columns into accumulators."""
-        self._parts(self._part_index)
+        self._strips(self._strip_index)
         stores = [step for step in self.body.steps if step.stage == "store"]
         columns = [step for step in self.body.steps if step.across and step.stage == "reduce"]
         early = [step for step in self.body.steps if step.stage != "store" and (
             step.level == UNIFORM or step.stage == "load" and step.level == FULL and 0 not in self._terms(step))]
         self._row(early, [], None)
-        self._parts(lambda _: [self._line(f"{self._name(step)}_acc = tl.full([B0, B1], {identity(step.text, step.dtype)}, "
-                                          f"{TRITON_TYPES[step.dtype]})") for step in columns])
+        self._strips(lambda _: [self._begin_column(step) for step in columns])
         self._line(f"for r in tl.range({loop}):")
         self._indent += 1
         self._row_index()
         late = [step for step in self.body.steps if step.stage != "store" and step not in early]
         self._row(late, [step for step in stores if not step.across], settle)
         self._indent -= 1
-        self._parts(lambda _: [self._line(f"{self._name(step)} = tl.reduce({self._name(step)}_acc, 0, _{step.text}, "
-                                          "keep_dims=True)") for step in columns])
-        self._parts(lambda _: [self._store(step) for step in stores if step.across])
+        self._strips(lambda _: [self._end_column(step) for step in columns])
+        self._strips(lambda _: [self._store(step) for step in stores if step.across])
 
     def _row(self, steps: Sequence[Step], stores: Sequence[Step], settle: Callable[[], None] | None) -> None:
-        """The steps in order, but first what they load for all parts of the row; then the stores."""
-        loads = [step for step in steps if step.stage == "load" and step.level == FULL and not step.args and 0 in self._terms(step)]
+        """The steps in order, but first what they load for all strips of the row; then the stores."""
+        plain = [step for step in steps if step.stage == "load" and step.level == FULL and not step.args]
+        loads = [step for step in plain if 0 in self._terms(step)]
         self._each(loads)
         waiting: list[Step] = []
         for step in steps:
             if step.stage == "reduce" and not step.across:
                 self._each(waiting)
                 waiting = []
-                self._reduce_parts(step)
+                self._reduce_strips(step)
             elif step.level == FULL or step.across:
                 waiting += [step] * (step not in loads)
             else:
@@ -71,9 +68,9 @@ class PartWriter(InstructionWriter):
                 self._store(step)
 
     def _each(self, steps: Sequence[Step]) -> None:
-        """The steps for one part after the other."""
+        """The steps for one strip after the other."""
         if steps:
-            self._parts(lambda _: [self._write(step) for step in steps])
+            self._strips(lambda _: [self._write(step) for step in steps])
 
     def _write(self, step: Step) -> None:
         if step.stage == "store":
@@ -83,34 +80,34 @@ class PartWriter(InstructionWriter):
         else:
             self._emit(step)
 
-    def _parts(self, write: Callable[[int], object]) -> None:
-        """What ``write`` writes for each part, with the part's number behind the names that are its own."""
-        for part in range(self.tile.parts):
-            start, self._inside = len(self._lines), self._full(part)
-            write(part)
+    def _strips(self, write: Callable[[int], object]) -> None:
+        """What ``write`` writes for each strip, with the strip's number behind the names that are its own."""
+        for strip in range(self.tile.strips):
+            start, self._inside = len(self._lines), self._full(strip)
+            write(strip)
             self._inside = False
-            self._lines[start:] = self._renamed(self._lines[start:], part)
+            self._lines[start:] = self._renamed(self._lines[start:], strip)
 
-    def _reduce_parts(self, step: Step) -> None:
-        """Parts are added element by element before lanes are."""
-        name, (value,) = self._name(step), step.args
+    def _reduce_strips(self, step: Step) -> None:
+        """Strips are added element by element before lanes are."""
+        name = self._name(step)
         self._emitted.add(id(step))
         total = ""
-        for part in range(self.tile.parts):
-            self._inside = self._full(part)
-            one = self._renamed([self._masked(step)], part)[0]
+        for strip in range(self.tile.strips):
+            self._inside = self._full(strip)
+            one = self._renamed([self._masked(step)], strip)[0]
             total = COMBINE[step.text].format(total, one) if total else one
-            self._line(f"{name}_parts = {total}")
-            total = f"{name}_parts"
+            self._line(f"{name}_strips = {total}")
+            total = f"{name}_strips"
         self._inside = False
         self._line(f"{name} = tl.reduce({total}, {self.tile.reduced_axis}, _{step.text}, keep_dims=True)")
 
-    def _full(self, part: int) -> bool:
-        """Has the row an element for each of the part's lanes, wherever it starts?"""
-        return (part + 1) * self._axis(1).block <= self._axis(1).extent and not (self.tile.covered and part == 0)
+    def _full(self, strip: int) -> bool:
+        """Has the row an element for each of the strip's lanes, wherever it starts?"""
+        return (strip + 1) * self._axis(1).block <= self._axis(1).extent and not (self.tile.covered and strip == 0)
 
-    def _part_index(self, part: int) -> None:
-        start = str(part * self._axis(1).block) if part else ""
+    def _strip_index(self, strip: int) -> None:
+        start = str(strip * self._axis(1).block) if strip else ""
         if not self.tile.covered:
             self._index(1, start)
             return
@@ -122,12 +119,12 @@ class PartWriter(InstructionWriter):
             self._vectors(self.tile.covered)
         self._split(1)
 
-    def _renamed(self, lines: Iterable[str], part: int) -> list[str]:
-        """The lines with the part's number behind each name that every part has."""
+    def _renamed(self, lines: Iterable[str], strip: int) -> list[str]:
+        """The lines with the strip's number behind each name that every strip has."""
         found = list(lines)
         for line in found:
             match = _ASSIGNED.match(line)
             if match:
                 self._own.update(dict.fromkeys(match[1].split(", ")))
         names = re.compile(rf"\b({'|'.join(self._own)})\b")
-        return [names.sub(rf"\1_{part}", line) for line in found]
+        return [names.sub(rf"\1_{strip}", line) for line in found]

@@ -1,0 +1,191 @@
+"""Lays a body's iteration space out as a tile. Imports codegen's leaf modules and `ir_nodes.settings`.
+
+Axis 1 runs along memory. A reduction's axes are its kept and its reduced dimensions; a pointwise body's are the innermost
+dimension and all others, or one flat axis where everything is dense, or the two dimensions that a transposing body exchanges.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from codegen import forms
+from codegen.aligned import cover, end_in_vectors, peel
+from codegen.body import Body, Step, reduced_flags
+from codegen.instructions import FULL
+from codegen.pointwise_layout import pointwise_tile
+from codegen.product import Product
+from codegen.row_blocks import loop_lane, neighbours, row_block, warps_resident
+from codegen.row_traits import lanes_needed, loads, makes_gradient, narrow
+from codegen.strips import strip_of, strip_warps, strips_of, walking_warps
+from codegen.tile import Axis, Strides, Tile, addressed, warps_for
+from codegen.tuning import Tuning, power_of_two
+from ir_nodes import settings
+
+
+def lay_out(body: Body, tuning: Tuning, share: int = 0, shares: int = 0) -> Tile:
+    """The tile of ``body``; ``share`` above 0 makes the first kernel of a reduction split over ``shares`` programs."""
+    tile = end_in_vectors(_laid_out(body, tuning, share, shares), body, tuning.covered)
+    return replace(tile, packs=tuning.packs and settings.enabled("packed_rounding"))
+
+
+def _laid_out(body: Body, tuning: Tuning, share: int, shares: int) -> Tile:
+    steps = addressed(body)
+    cuts: tuple[int, ...] | None = forms.reduced_cuts(body.reduced or (), body.numel)
+    for step in steps:
+        cuts = None if cuts is None else forms.merge_cuts(cuts, forms.cuts(step.form))
+    assert cuts is not None, "fusion let operands through whose dimensions do not nest"
+    dims = forms.dims_of(cuts, body.numel)
+    strides = {id(step): forms.strides_over(step.form, dims) for step in steps}
+    flags = reduced_flags(dims, body.reduced)
+    products = [step for step in body.steps if step.stage == "dot"]
+    if products:
+        return _product(products[0], *_merge(dims, strides, flags, [dim for dim in range(len(dims)) if dims[dim] > 1]), tuning)
+    main = _main(body) if settings.enabled("loop_order") else None
+    order = sorted((dim for dim in range(len(dims)) if dims[dim] > 1),
+                   key=lambda dim: (flags[dim], -strides[id(main)][dim] if main else 0, dim))
+    dims, strides, flags = _merge(dims, strides, flags, order)
+    if body.reduced is None:
+        return pointwise_tile(body, dims, strides, tuning)
+    return _reduction(body, dims, strides, flags, tuning, (share, shares))
+
+
+def _main(body: Body) -> Step | None:
+    """The access whose memory order the tile follows: what is stored, else what is loaded, over the whole space."""
+    full = [step for step in body.steps if step.level == FULL and step.access is not None and not step.access.scattered]
+    stores = [step for step in full if step.stage == "store"]
+    dense = [step for step in stores or full if math.prod(n for n, s in step.form if s) == body.numel]
+    candidates = dense or stores or full or [step for step in body.steps if step.stage == "store"]
+    return candidates[0] if candidates else None
+
+
+def _merge(dims: tuple[int, ...], strides: Strides, flags: tuple[bool, ...], order: list[int]) -> tuple[
+        tuple[int, ...], Strides, tuple[bool, ...]]:
+    """Dimensions in ``order``, neighbours joined where every operand runs through both as through one."""
+    runs: list[list[int]] = []
+    for dim in order:
+        if runs and flags[runs[-1][-1]] == flags[dim] and all(
+                step[runs[-1][-1]] == step[dim] * dims[dim] for step in strides.values()):
+            runs[-1].append(dim)
+        else:
+            runs.append([dim])
+    merged = tuple(math.prod(dims[dim] for dim in run) for run in runs)
+    return merged, {key: tuple(s[run[-1]] for run in runs) for key, s in strides.items()}, tuple(flags[run[0]] for run in runs)
+
+
+def _product(product: Step, dims: tuple[int, ...], strides: Strides, _: tuple[bool, ...], tuning: Tuning) -> Tile:
+    """Rows on axis 0 and columns on axis 1, in the product's own order."""
+    assert isinstance(product.payload, Product)
+    rows = tuple(dim for dim, stride in enumerate(strides[id(product)]) if stride > product.payload.columns)
+    columns = tuple(dim for dim in range(len(dims)) if dim not in rows)
+    extents = [math.prod(dims[dim] for dim in axis) for axis in (rows, columns)]
+    wanted = (tuning.product_rows, tuning.product_columns)
+    blocks = [min(block, max(power_of_two(extent), 16)) for block, extent in zip(wanted, extents)]
+    axes = (Axis(rows, extents[0], blocks[0]), Axis(columns, extents[1], blocks[1]), None)
+    warps = max(1, min(8, power_of_two(blocks[0] * blocks[1] // 2048)))
+    return Tile(dims, strides, axes, None, False, 0, warps, 1, tuning.product_depth)
+
+
+def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple[bool, ...], tuning: Tuning,
+               divided: tuple[int, int]) -> Tile:
+    share, shares = divided
+    kept = tuple(dim for dim, flag in enumerate(flags) if not flag)
+    gone = tuple(dim for dim, flag in enumerate(flags) if flag)
+    column = _along_kept(body, dims, strides, flags)
+    if body.mixed:
+        return _mixed(body, dims, strides, (kept, gone), tuning)
+    extent, looped, lane, strips = body.extent, share > 0, tuning.lane, 0
+    if not any(step.level == FULL or step.stage == "reduce" for step in body.steps):
+        block_r, block_x = 1, min(128, power_of_two(body.kept))
+    elif column:
+        block_r, block_x, looped = _column_blocks(body, tuning, looped)
+        lane = loop_lane(body, tuning) if looped else tuning.lane
+    else:
+        block_r, looped, lane = row_block(body, tuning, looped)
+        strips = 0 if looped else strips_of(body, block_r)
+        block_x = 1 if looped or strips else min(max(tuning.tile // block_r, 1), power_of_two(body.kept))
+    if tuning.walks and not (looped or column or share) and body.kept >= tuning.walks and body.extent <= tuning.mixed_row:
+        return _mixed(body, dims, strides, (kept, gone), tuning)
+    lane = lane if looped else _lane_held(body, tuning, lane, -(-body.kept // block_x))
+    warps = strip_warps(body, block_r, lane) if strips else warps_for(block_x * block_r, lane, 32)
+    if looped and not column and not share and warps_resident(body, tuning) > warps:
+        warps = warps_resident(body, tuning)
+        step = warps * 32 * tuning.rewalked_lane
+        block_r = min(step if makes_gradient(body) else max(block_r, step), power_of_two(extent))
+    axis_x, axis_r = Axis(kept, body.kept, block_x), Axis(gone, extent, block_r)
+    axes = (axis_r, axis_x, None) if column else (axis_x, axis_r, None)
+    stages = _ahead(body, tuning, block_r * block_x, column) if looped and not 0 < share <= 2 * block_r else 1
+    near = neighbours(body, tuning) if looped and not column and not share and block_x == 1 else 0
+    tile = Tile(dims, strides, axes, 0 if column else 1, looped, share, warps, stages, shares=shares, near=min(near, block_r),
+                strips=strips)
+    alone = not looped and block_x == 1 and extent > tuning.covered and (strips or power_of_two(extent + 7) <= block_r)
+    if column and share or alone and not column:
+        return cover(tile, body, tuning.covered)
+    return peel(tile, body) if looped and not column and (not share or extent % 16) else tile
+
+
+def _lane_held(body: Body, tuning: Tuning, lane: int, programs: int) -> int:
+    """Elements per thread of rows that registers hold, in so many programs: fewer where these leave much of the machine idle."""
+    if any(step.stage == "random" for step in body.steps):
+        lane = min(lane, tuning.drawing_lane * (1 if narrow(body) else 2))
+    return min(lane, tuning.pointwise_lane if body.crowded else lane, tuning.few_lane if programs <= tuning.few else lane)
+
+
+def _ahead(body: Body, tuning: Tuning, elements: int, column: bool = False) -> int:
+    """How many steps ahead a loop over so many elements a step loads, which lie in a multiprocessor's memory until then."""
+    full = [step.access for step in body.steps if step.stage == "load" and step.level == FULL]
+    width = sum(access.dtype.itemsize for access in full if access is not None)
+    most = tuning.stages + (column and narrow(body))
+    return 1 if body.crowded else min(most, 1 + tuning.shared_bytes // (elements * max(width, 1)))
+
+
+def mixed_blocks(body: Body, tuning: Tuning) -> tuple[int, int, int, int, int]:
+    """(rows per step, a row's block, warps, rows per program, programs) where columns are reduced beside rows."""
+    strip = strip_of(body, tuning, tuning.mixed_row)
+    along = strip or power_of_two(lanes_needed(body))
+    down = 1 if strip else min(max(tuning.mixed_tile // along, 1), power_of_two(body.kept))
+    held = loads(body) + sum(step.across and step.stage == "reduce" for step in body.steps)
+    whole = warps_for(down * along, tuning.wide_lane if held <= 4 else tuning.lane)
+    warps = walking_warps(body, strip) if strip else whole
+    programs = tuning.cores * max((8 if held > 2 else 16) // warps, 1)
+    share = -(-body.kept // (programs * down)) * down
+    return down, along, warps, share, whole_shares(-(-body.kept // share), body.extent)
+
+
+def whole_shares(shares: int, row: int) -> int:
+    """As many programs, or a few more, so that each may take rows that lie alike."""
+    return -(-shares // 8) * 8 if row % 8 else shares
+
+
+def _mixed(body: Body, dims: tuple[int, ...], strides: Strides, split: tuple[tuple[int, ...], tuple[int, ...]],
+           tuning: Tuning) -> Tile:
+    down, along, warps, share, shares = mixed_blocks(body, tuning)
+    strips = strips_of(body, along)
+    axes = (Axis(split[0], body.kept, down), Axis(split[1], body.extent, along), None)
+    tile = Tile(dims, strides, axes, 1, False, share, warps, _ahead(body, tuning, down * along * max(strips, 1)), shares=shares,
+                mixed=True, strips=strips)
+    return cover(tile, body, tuning.covered)
+
+
+def _column_blocks(body: Body, tuning: Tuning, split: bool) -> tuple[int, int, bool]:
+    """(rows per step, columns, looped?): narrow tiles where columns are few, so that more programs share them."""
+    width = min(tuning.column_width, power_of_two(body.kept))
+    while not split and width > 16 and -(-body.kept // width) < tuning.cores:
+        width //= 2
+    crowded = loads(body) > 1 and any(step.stage == "store" and step.level == FULL for step in body.steps)
+    limit = max(tuning.column_tile // (2 if crowded else 1) // width, 1)
+    looped = split or power_of_two(body.extent) > limit * 2
+    return min(power_of_two(body.extent), limit if looped else limit * 2), width, looped
+
+
+def _along_kept(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple[bool, ...]) -> bool:
+    """True where neighbouring results, not neighbouring summands, lie next to one another in memory."""
+    votes = 0
+    for step in body.steps:
+        if step.access is None or step.level != FULL:
+            continue
+        moving = [(stride, dim) for dim, stride in enumerate(strides[id(step)]) if stride > 0]
+        if moving:
+            weight = math.prod(dims[dim] for _, dim in moving)
+            votes += -weight if flags[min(moving)[1]] else weight
+    return votes > 0

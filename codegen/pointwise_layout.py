@@ -1,0 +1,108 @@
+"""Lays out bodies that reduce nothing: flat, in rows, or in squares where operands disagree on the fast axis. Imports codegen's
+leaf modules and `ir_nodes.settings`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from codegen.aligned import peel
+from codegen.body import Body
+from codegen.instructions import FULL
+from codegen.row_blocks import narrow
+from codegen.tile import Axis, Strides, Tile, warps_for
+from codegen.tuning import Tuning, power_of_two, snug_block
+from ir_nodes import settings
+
+
+def _lane(body: Body, strides: Strides, tuning: Tuning) -> int:
+    """Elements per thread of a body that reduces nothing: as many as its operands allow, so that threads with many of them have
+    registers for all."""
+    lane = tuning.pointwise_lane * (2 if narrow(body) else 1)
+    widths = [(step.stage, step.access.dtype.itemsize) for step in body.steps if step.access is not None and step.level == FULL
+              and any(strides.get(id(step), (1,))[-1:])]  # one number for a row takes next to nothing
+    moved, widest = sum(width for _, width in widths), max((width for _, width in widths), default=4)
+    if ("store", 1) in widths and widest > 1:  # so that threads have as many elements of a mask as of what it masks
+        lane = min(lane, 16 // widest)
+    while lane > 4 and lane * moved > tuning.thread_bytes:
+        lane //= 2
+    return lane
+
+
+def pointwise_tile(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuning) -> Tile:
+    """Flat, in rows, or in squares."""
+    last = len(dims) - 1
+    lane = _lane(body, strides, tuning)
+    usual = tuning.pointwise_block * (2 if lane > tuning.pointwise_lane and tuning.pointwise_block <= 4096 else 1)
+    block = usual
+    if body.numel <= usual * 64:  # few programs: smaller ones, with more threads
+        block, lane = usual // 4, min(lane, tuning.few_lane)
+    if tuning.pointwise_block > 4096:
+        block = min(usual, power_of_two(body.numel))
+    run = _run(body, dims, strides, tuning) if len(dims) > 1 and dims[last] >= 16 else len(dims)
+    if run == len(dims):
+        axis = Axis(tuple(range(len(dims))), body.numel, block)
+        flat = Tile(dims, strides, (None, axis, None), None, False, 0, warps_for(block, lane))
+        return peel(flat, body) if len(dims) == 1 and block == usual and body.numel % 16 else flat
+    exchanged = _exchanged(body, dims, strides)
+    if exchanged is not None:
+        return _squares(body, dims, strides, exchanged, tuning)
+    along = math.prod(dims[-run:])
+    inner = snug_block(along, block, 64)
+    outer_extent = body.numel // along
+    outer = min(max(block // inner, 1), power_of_two(outer_extent))
+    inmost = tuple(range(len(dims) - run, len(dims)))
+    axes = (Axis(tuple(range(len(dims) - run)), outer_extent, outer), Axis(inmost, along, inner), None)
+    tile = Tile(dims, strides, axes, None, False, 0, warps_for(inner * outer, lane))
+    if outer > 1 and inner >= tuning.peeled:  # rows off boundaries one by one, so that most blocks lie within one
+        alone = replace(tile, axes=(replace(axes[0], block=1), axes[1], None), num_warps=warps_for(inner, lane))
+        found = peel(alone, body)
+        return found if found.peel else tile
+    return peel(tile, body) if outer == 1 and inner >= tuning.peeled else tile
+
+
+def _squares(body: Body, dims: tuple[int, ...], strides: Strides, exchanged: int, tuning: Tuning) -> Tile:
+    """Blocks of the last dimension and of the ``exchanged`` one, smaller where there are few."""
+    last = len(dims) - 1
+    few = body.numel <= tuning.transpose_side**2 * tuning.cores // 2
+    side = tuning.transpose_side // (2 if few else 1)
+    rest = tuple(dim for dim in range(last) if dim != exchanged)
+    square = [Axis((dim,), dims[dim], min(side, power_of_two(dims[dim]))) for dim in (exchanged, last)]
+    outer_axis = Axis(rest, math.prod(dims[dim] for dim in rest), 1) if rest else None
+    warps = warps_for(square[0].block * square[1].block, 2 * tuning.pointwise_lane)
+    return Tile(dims, strides, (square[0], square[1], outer_axis), None, False, 0, warps)
+
+
+def _run(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuning) -> int:
+    """How many of the last dimensions are walked as one: several where rows are short and lie off 16-byte boundaries, but memory
+    runs on from row to row; as few as start on boundaries, and let smaller operands run on, too, if there are such."""
+    full = [step for step in body.steps if step.stage in ("load", "store") and step.level == FULL and id(step) in strides]
+    width = 16 // min((step.access.dtype.itemsize for step in full if step.access is not None), default=16)
+    picks = any(step.stage in ("gather", "take") for step in body.steps)
+    if picks or not dims[-1] % width or dims[-1] >= tuning.run_on or not settings.enabled("aligned_rows"):
+        return 1
+    found = dict.fromkeys(strides[id(step)] for step in full)
+    large = [one for one in found if math.prod(n for n, stride in zip(dims, one) if stride) * 2 > body.numel]
+    if not all(_runs_on(one, dims, len(dims)) for one in large):
+        return 1
+    small = [one for one in found if one not in large]
+    aligned = (count for count in range(2, len(dims)) if not math.prod(dims[-count:]) % width)
+    return next((count for count in aligned if all(_runs_on(one, dims, count) for one in small)), len(dims))
+
+
+def _runs_on(strides: tuple[int, ...], dims: tuple[int, ...], count: int) -> bool:
+    """Does memory run on through the last ``count`` dimensions?"""
+    return strides[-count:] == tuple(math.prod(dims[dim + 1 :]) for dim in range(len(dims) - count, len(dims)))
+
+
+def _exchanged(body: Body, dims: tuple[int, ...], strides: Strides) -> int | None:
+    """The dimension that some operand runs along in memory while the tile's rows run along the last one."""
+    last = len(dims) - 1
+    for step in body.steps if settings.enabled("tiling") else ():
+        if step.access is not None and id(step) in strides and strides[id(step)][last] > 1:
+            along = [dim for dim, stride in enumerate(strides[id(step)]) if stride == 1 and dims[dim] >= 16]
+            if along:
+                return along[0]
+    return None
+
+

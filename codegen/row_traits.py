@@ -1,0 +1,49 @@
+"""What the rows are like that a body reduces. Imports codegen's leaf modules."""
+
+from __future__ import annotations
+
+import math
+
+from codegen.body import Body
+from codegen.instructions import FULL, KEPT
+from codegen.online import pairs
+from codegen.tuning import Tuning
+
+
+def narrow(body: Body) -> bool:
+    """True where operands over the whole space have 16-bit elements or shorter ones."""
+    return any(step.access.dtype.itemsize <= 2 for step in body.steps if step.access is not None and step.level == FULL)
+
+
+def loads(body: Body) -> int:
+    """How many operands a reduction reads element by element, each from a place of its own."""
+    full = [step for step in body.steps if step.stage == "load" and step.level == FULL]
+    return sum(math.prod(n for n, stride in step.form if stride) * 2 > body.numel for step in full)
+
+
+def walks_again(body: Body) -> bool:
+    """Does a loop over a row need another one after it?"""
+    merged = {id(term) for total in pairs(body) for term in (total.args[0], total.args[0].args[0])}
+    return any(step.level == FULL and step.phase and id(step) not in merged for step in body.steps)
+
+
+def makes_gradient(body: Body) -> bool:
+    """Does it leave both a number of each row's exponentials, a loss, and results for all elements, its gradient?"""
+    late = {step.level for step in body.steps if step.stage == "store" and step.phase}
+    return {KEPT, FULL} <= late and any(pairs(body))
+
+
+def lanes_needed(body: Body) -> int:
+    """Elements of a row and, where rows do not start on 16-byte boundaries, of what may lie between one and its start."""
+    return body.extent + (7 if body.extent % 8 else 0)
+
+
+def longest_held(body: Body, tuning: Tuning) -> int:
+    """Elements of the longest row that one block holds: more where a loop would have to read it again."""
+    longest = tuning.persistent if walks_again(body) and not makes_gradient(body) else tuning.once
+    return longest // (1 if loads(body) < 2 else 2)
+
+
+def longest_in_strips(body: Body, tuning: Tuning) -> int:
+    """The same where strips hold it."""
+    return tuning.held if longest_held(body, tuning) == tuning.persistent and any(pairs(body)) else longest_held(body, tuning)

@@ -1,0 +1,64 @@
+"""Into which strips a row is cut that registers hold, and how many warps share it. Imports codegen's leaf modules.
+
+A block's size is a power of two. Held as one block, rows of 768 elements waste a quarter of all lanes, and rows of 5,003 two
+fifths; three strips of 256, or five of 1,024, waste next to nothing. Where rows lie off 16-byte boundaries, or end off them, only
+the strips at their ends need masks.
+"""
+
+from __future__ import annotations
+
+from codegen.aligned import KNOWN
+from codegen.body import Body
+from codegen.instructions import FULL
+from codegen.row_traits import lanes_needed, makes_gradient, narrow
+from codegen.tuning import Tuning, power_of_two, snug_block
+from ir_nodes import settings
+
+SMALLEST, USUAL, LARGEST = 128, 2048, 4096
+"""Elements of a strip; the largest are for rows that `USUAL` ones would cut in more than `FEW`."""
+
+FEW, MOST = 8, 16
+"""Strips of a row. Each is written out in the kernel's source."""
+
+
+def strip_of(body: Body, tuning: Tuning, longest: int) -> int:
+    """Elements of each of the strips that hold a row of at most ``longest`` elements, or 0 where one block does better."""
+    if body.kept <= tuning.few or not settings.enabled("row_strips") or not _can_be_cut(body):
+        return 0
+    row, even = lanes_needed(body), body.extent % KNOWN == 0
+    whole = power_of_two(row)
+    usual = USUAL if row <= FEW * USUAL else LARGEST
+    strip = snug_block(row, max(min(whole // (4 if even else 8), usual), 2 * SMALLEST), SMALLEST if even else 2 * SMALLEST)
+    held = -(-row // strip) * strip
+    if not strip < held <= min(longest, MOST * strip):
+        return 0
+    return 0 if even and held * 8 > whole * 7 and not _waits_twice(body) else strip
+
+
+def strips_of(body: Body, strip: int) -> int:
+    return -(-lanes_needed(body) // strip) if strip < body.extent else 0
+
+
+def strip_warps(body: Body, strip: int, lane: int) -> int:
+    """Warps that share a row: each thread has ``lane`` of its elements, and loads 16 bytes of each strip; 8 where rows lie off
+    16-byte boundaries, as what is read beside the row then comes element by element."""
+    vector = 4 if body.extent % 8 or not narrow(body) else 8
+    return max(1, min(power_of_two(strip * strips_of(body, strip) // (32 * lane)), strip // (32 * vector)))
+
+
+def walking_warps(body: Body, strip: int) -> int:
+    """The same where programs walk several rows, and sum columns in further registers."""
+    return max(1 if narrow(body) else 2, power_of_two(-(-strip * strips_of(body, strip) // (32 * 40))))
+
+
+def _can_be_cut(body: Body) -> bool:
+    """Are rows reduced from their own elements, and neither scanned nor read again for a gradient?"""
+    reduces = [step for step in body.steps if step.stage == "reduce" and not step.across]
+    whole = all(step.args[0].level == FULL for step in reduces)
+    return bool(reduces) and whole and not makes_gradient(body) and not any(step.stage == "scan" for step in body.steps)
+
+
+def _waits_twice(body: Body) -> bool:
+    """Are there two sums of long rows, one after the other? Then fewer warps that wait for one another take less time."""
+    sums = sum(step.stage == "reduce" and step.text == "add" for step in body.steps)
+    return sums > 1 and body.extent >= 4096 and not body.mixed
