@@ -20,8 +20,9 @@ from codegen.step_use import StepUse
 from ir_nodes import BufferKind, Graph, Node
 from ir_nodes.node import ScalarInput
 
-SHORTEST = 4  # steps worth a graph
+SHORTEST = 4  # steps worth a graph, unless one of them would run Python
 MOVABLE, MOVABLE_INPUT = 1 << 20, 1 << 28  # bytes: what moves and is larger is not worth the copy; an input moves once a step
+LAUNCH_WORTH, PYTHON_WORTH = 1 << 22, 1 << 27  # bytes that a GPU copies while a host launches a kernel; while it runs a step's Python
 FINE = 6  # bits: memory for results comes in sizes at most so fine a part of it apart
 KEPT = 1 << 26  # bytes of intermediate results that may stay in memory because a later stretch reads them
 
@@ -83,7 +84,7 @@ def stretches(steps: Sequence[Step], spans: Sequence[tuple[int, int]], plan: Mem
     filled = set(plan.inputs)
     left = left_out(steps, graph)
     for first, last in runs(steps, left):
-        if last - first >= SHORTEST and not steps[first].blocked and first not in left:
+        if worth_it([runs_python(step.nodes, step.calls) for step in steps[first:last]]) and not steps[first].blocked and first not in left:
             part = stretch(steps, spans, plan, graph, range(first, last), filled)
             if stays(part, plan) <= KEPT:
                 out.append(part)
@@ -92,6 +93,16 @@ def stretches(steps: Sequence[Step], spans: Sequence[tuple[int, int]], plan: Mem
             filled.update(steps[index].use.makes)
             filled.difference_update(plan.frees[index])
     return out
+
+
+def worth_it(run: Sequence[bool]) -> bool:
+    """Does a graph of these steps save more than it costs? Given is which of them run Python where no graph holds them."""
+    return len(run) >= SHORTEST or any(run)
+
+
+def runs_python(nodes: Sequence[Node], called: bool) -> bool:
+    """Is the step, ``called`` or launched, an op that was not recorded as it is? The native core can call no such op."""
+    return called and any(node.instr < 0 or node.changed for node in nodes[:1])
 
 
 def left_out(steps: Sequence[Step], graph: Graph) -> frozenset[int]:
@@ -148,6 +159,7 @@ def stretch(
         written.update(map(plan.slot_of, steps[index].writes))
         if steps[index].calls:
             numbers.update(dict.fromkeys(scalars(steps[index].nodes)))
+    saved = sum(PYTHON_WORTH if runs_python(steps[index].nodes, steps[index].calls) else LAUNCH_WORTH for index in indices)
     reads = tuple(slot for slot in touched if slot in filled)
     makes = tuple(slot for slot in made if slot not in gone)
     under = next((slot for slot in made if slot in plan.blocks), -1)
@@ -159,7 +171,7 @@ def stretch(
         makes,
         tuple(slot for slot in gone if slot in filled),
         tuple(numbers),
-        tuple(int(slot not in written and movable(graph, slot)) for slot in reads),
+        tuple(int(slot not in written and movable(graph, slot, saved)) for slot in reads),
         (under, nbytes),
         offsets,
     )
@@ -175,12 +187,13 @@ def laid_out(makes: Sequence[int], block: Block, plan: MemoryPlan) -> tuple[tupl
     return tuple(found[slot] for slot in makes), -(-ends[-1] // step) * step
 
 
-def movable(graph: Graph, slot: int) -> bool:
-    """May the bytes in ``slot``, which a stretch only reads, be copied to where its graph reads them, because they move?"""
+def movable(graph: Graph, slot: int, saved: int) -> bool:
+    """May the bytes in ``slot``, which a stretch only reads, be copied to where its graph reads them, because they move? ``saved``:
+    the bytes that could be copied in the time that the graph saves the host."""
     if slot >= len(graph.buffers):
         return False
     buffer = graph.buffers[slot]
-    return buffer.nbytes <= (MOVABLE_INPUT if buffer.kind is BufferKind.INPUT else MOVABLE)
+    return buffer.nbytes <= min(saved, MOVABLE_INPUT if buffer.kind is BufferKind.INPUT else MOVABLE)
 
 
 def stays(part: Stretch, plan: MemoryPlan) -> int:
@@ -208,13 +221,13 @@ def told(steps: Sequence[tuple[Node, ...]], called: Sequence[bool]) -> str:
     """In a sentence, how many of a plan's steps may replay in CUDA graphs, and what keeps the others out. ``steps``: the nodes of
     each; ``called``: it is an ATen call."""
     why = [blocked_call(nodes[0]) if call else "" for nodes, call in zip(steps, called)]
-    lengths, length = [], 0
-    for reason in [*why, "end"]:
+    lengths, run = [], list[bool]()
+    for reason, nodes, call in zip([*why, "end"], [*steps, ()], [*called, False]):
         if reason:
-            lengths += [length] if length >= SHORTEST else []
-            length = 0
+            lengths += [len(run)] * worth_it(run)
+            run = []
         else:
-            length += 1
+            run.append(runs_python(nodes, call))
     reasons = Counter(reason for reason in why if reason)
     out = "; ".join(f"{reason} ({count} times)" if count > 1 else reason for reason, count in reasons.most_common())
     graphs = f"{len(lengths)} graph{'s' * (len(lengths) != 1)}"

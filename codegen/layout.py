@@ -169,11 +169,12 @@ def _mixed(body: Body, dims: tuple[int, ...], strides: Strides, split: tuple[tup
 
 def _column_blocks(body: Body, tuning: Tuning, split: bool) -> tuple[int, int, bool]:
     """(rows per step, columns, looped?): narrow tiles where columns are few, so that more programs share them."""
-    width = min(tuning.column_width, power_of_two(body.kept))
+    larger = 2 if any(step.stage == "scan" for step in body.steps) else 1  # these wait for one another at every step
+    width = min(tuning.column_width * larger, power_of_two(body.kept))
     while not split and width > 16 and -(-body.kept // width) < tuning.cores:
         width //= 2
     crowded = loads(body) > 1 and any(step.stage == "store" and step.level == FULL for step in body.steps)
-    limit = max(tuning.column_tile // (2 if crowded else 1) // width, 1)
+    limit = max(tuning.column_tile * larger // (2 if crowded else 1) // width, 1)
     looped = split or power_of_two(body.extent) > limit * 2
     return min(power_of_two(body.extent), limit if looped else limit * 2), width, looped
 

@@ -52,7 +52,10 @@ def walking_warps(body: Body, strip: int) -> int:
 
 
 def _can_be_cut(body: Body) -> bool:
-    """Are rows reduced from their own elements, and neither scanned nor read again for a gradient?"""
+    """Are rows reduced from their own elements, and neither scanned nor read again for a gradient? Rows that are only summed
+    beside their columns are through faster as one block."""
+    if body.mixed and not any(step.stage == "store" and step.level == FULL and not step.across for step in body.steps):
+        return False
     reduces = [step for step in body.steps if step.stage == "reduce" and not step.across]
     whole = all(step.args[0].level == FULL for step in reduces)
     return bool(reduces) and whole and not makes_gradient(body) and not any(step.stage == "scan" for step in body.steps)

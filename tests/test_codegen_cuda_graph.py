@@ -68,6 +68,20 @@ def test_a_program_of_launches_is_one_stretch() -> None:
     assert stretch.movable == (1,)
 
 
+def test_a_graph_of_a_single_step_holds_what_would_run_python() -> None:
+    changed = Node(0, "aten::relu", (), (), ())
+    steps = [Fake(StepUse((0, 1)), (1,), (changed,))]
+    assert changed.instr < 0 and len(cut(steps, graph("if", live="1"))[0]) == 1
+    steps[0].calls = False  # a kernel of it is launched by the native core
+    assert not cut(steps, graph("if", live="1"))[0]
+
+
+@pytest.mark.parametrize("nbytes, length, copied", [(16 << 20, 4, 1), (17 << 20, 4, 0), (17 << 20, 5, 1)])
+def test_what_is_copied_costs_less_than_the_launches_that_a_graph_saves(nbytes: int, length: int, copied: int) -> None:
+    (stretch,), _ = cut(chain(length), graph("i" + "f" * length, nbytes, live=str(length)))
+    assert stretch.movable == (copied,)
+
+
 def test_an_input_that_dies_is_emptied_by_the_graph() -> None:
     (stretch,), _ = cut(chain(5), graph("ifffff", live="5"))
     assert stretch.frees == (0,)
