@@ -22,7 +22,7 @@ from ir_nodes.node import ScalarInput
 
 SHORTEST = 4  # steps worth a graph, unless one of them would run Python
 MOVABLE, MOVABLE_INPUT = 1 << 20, 1 << 28  # bytes: what moves and is larger is not worth the copy; an input moves once a step
-LAUNCH_WORTH, PYTHON_WORTH = 1 << 22, 1 << 27  # bytes that a GPU copies while a host launches a kernel; while it runs a step's Python
+LAUNCH_WORTH, PYTHON_WORTH = 1 << 22, 1 << 27  # bytes that a GPU copies while a host launches a kernel; while it runs Python
 FINE = 6  # bits: memory for results comes in sizes at most so fine a part of it apart
 KEPT = 1 << 26  # bytes of intermediate results that may stay in memory because a later stretch reads them
 
@@ -84,7 +84,8 @@ def stretches(steps: Sequence[Step], spans: Sequence[tuple[int, int]], plan: Mem
     filled = set(plan.inputs)
     left = left_out(steps, graph)
     for first, last in runs(steps, left):
-        if worth_it([runs_python(step.nodes, step.calls) for step in steps[first:last]]) and not steps[first].blocked and first not in left:
+        worth = worth_it([runs_python(step.nodes, step.calls) for step in steps[first:last]])
+        if worth and not steps[first].blocked and first not in left:
             part = stretch(steps, spans, plan, graph, range(first, last), filled)
             if stays(part, plan) <= KEPT:
                 out.append(part)
@@ -188,8 +189,8 @@ def laid_out(makes: Sequence[int], block: Block, plan: MemoryPlan) -> tuple[tupl
 
 
 def movable(graph: Graph, slot: int, saved: int) -> bool:
-    """May the bytes in ``slot``, which a stretch only reads, be copied to where its graph reads them, because they move? ``saved``:
-    the bytes that could be copied in the time that the graph saves the host."""
+    """May the bytes in ``slot``, which a stretch only reads, be copied to where its graph reads them, because they move?
+    ``saved``: the bytes that could be copied in the time that the graph saves the host."""
     if slot >= len(graph.buffers):
         return False
     buffer = graph.buffers[slot]

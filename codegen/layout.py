@@ -175,8 +175,9 @@ def _column_blocks(body: Body, tuning: Tuning, split: bool) -> tuple[int, int, b
         width //= 2
     crowded = loads(body) > 1 and any(step.stage == "store" and step.level == FULL for step in body.steps)
     limit = max(tuning.column_tile * larger // (2 if crowded else 1) // width, 1)
-    looped = split or power_of_two(body.extent) > limit * 2
-    return min(power_of_two(body.extent), limit if looped else limit * 2), width, looped
+    held = limit * 4 // larger  # what registers hold at a time instead
+    looped = split or power_of_two(body.extent) > held
+    return min(power_of_two(body.extent), limit if looped else held), width, looped
 
 
 def _along_kept(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple[bool, ...]) -> bool:

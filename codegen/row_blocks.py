@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codegen.aligned import KNOWN
 from codegen.body import Body
 from codegen.instructions import FULL
 from codegen.online import pairs
@@ -32,8 +33,10 @@ def row_block(body: Body, tuning: Tuning, split: bool) -> tuple[int, bool, int]:
     if not split and extent > tuning.short_row and extent * 3 > body.extent * tuning.padded and may_walk_again(body):
         return snug_block(body.extent + 7, min(tuning.looped, 2 * tuning.short_row), 512), True, tuning.lane
     if not split and extent <= longest_held(body, tuning):
-        highest = any(step.stage == "reduce" and step.text != "add" or step.stage == "scan" for step in body.steps)
-        wide = extent > tuning.short_row and body.extent % 8 == 0 and narrow(body) and reads < 2 and not highest
+        highest = any(step.stage == "reduce" and step.text != "add" for step in body.steps)
+        scanned = any(step.stage == "scan" for step in body.steps)
+        long = extent > tuning.short_row and body.extent % 8 == 0 and narrow(body) and reads < 2 and not highest
+        wide = body.extent % KNOWN == 0 if scanned else long
         return extent, False, tuning.wide_lane if wide else tuning.lane
     if any(pairs(body)):
         return min(tuning.online, extent), True, tuning.online_lane

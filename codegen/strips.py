@@ -23,16 +23,16 @@ FEW, MOST = 8, 16
 
 def strip_of(body: Body, tuning: Tuning, longest: int) -> int:
     """Elements of each of the strips that hold a row of at most ``longest`` elements, or 0 where one block does better."""
-    if body.kept <= tuning.few or not settings.enabled("row_strips") or not _can_be_cut(body):
-        return 0
     row, even = lanes_needed(body), body.extent % KNOWN == 0
+    if body.kept <= tuning.few or even and row <= 4 * SMALLEST or not settings.enabled("row_strips") or not _can_be_cut(body):
+        return 0
     whole = power_of_two(row)
     usual = USUAL if row <= FEW * USUAL else LARGEST
     strip = snug_block(row, max(min(whole // (4 if even else 8), usual), 2 * SMALLEST), SMALLEST if even else 2 * SMALLEST)
     held = -(-row // strip) * strip
     if not strip < held <= min(longest, MOST * strip):
         return 0
-    return 0 if even and held * 8 > whole * 7 and not _waits_twice(body) else strip
+    return 0 if even and held * 8 > whole * 7 and not _waits_long(body) else strip
 
 
 def strips_of(body: Body, strip: int) -> int:
@@ -54,14 +54,20 @@ def walking_warps(body: Body, strip: int) -> int:
 def _can_be_cut(body: Body) -> bool:
     """Are rows reduced from their own elements, and neither scanned nor read again for a gradient? Rows that are only summed
     beside their columns are through faster as one block."""
-    if body.mixed and not any(step.stage == "store" and step.level == FULL and not step.across for step in body.steps):
-        return False
     reduces = [step for step in body.steps if step.stage == "reduce" and not step.across]
-    whole = all(step.args[0].level == FULL for step in reduces)
-    return bool(reduces) and whole and not makes_gradient(body) and not any(step.stage == "scan" for step in body.steps)
+    if not reduces or any(step.args[0].level != FULL for step in reduces) or any(step.stage == "scan" for step in body.steps):
+        return False
+    stores = any(step.stage == "store" and step.level == FULL and not step.across for step in body.steps)
+    return not makes_gradient(body) and (stores or not _crossed(body))
 
 
-def _waits_twice(body: Body) -> bool:
-    """Are there two sums of long rows, one after the other? Then fewer warps that wait for one another take less time."""
+def _crossed(body: Body) -> bool:
+    """Are columns reduced beside the rows?"""
+    return any(step.across for step in body.steps)
+
+
+def _waits_long(body: Body) -> bool:
+    """Are there two sums of long rows, one after the other, or very long ones? Then fewer warps that wait for one another take
+    less time."""
     sums = sum(step.stage == "reduce" and step.text == "add" for step in body.steps)
-    return sums > 1 and body.extent >= 4096 and not body.mixed
+    return not _crossed(body) and body.extent >= (4096 if sums > 1 else 8192 + 1)

@@ -102,7 +102,7 @@ class Tuning:
     run_on: int = 4096
     few: int = 528
     few_lane: int = 4
-    held: int = 65536
+    held: int = 53248
     philox_blocks: int = 1056  # H200
     overreads: bool = False
 
