@@ -55,14 +55,16 @@ def peel(tile: Tile, body: Body) -> Tile:
 
 def cover(tile: Tile, body: Body, shortest: int) -> Tile:
     """The tile, whose programs take one row or every ``shares``-th: where rows start off boundaries, they load 16 bytes at a time
-    nevertheless. Rows below ``shortest`` elements are left as they are."""
+    nevertheless. Rows below ``shortest`` elements are left as they are, and rows that fill their lanes, so that none are left for
+    what lies between a boundary and a row's start."""
     full = [step for step in body.steps if step.level == FULL and step.access is not None and id(step) in tile.strides]
     rows = dict.fromkeys(walked(tile.dims, tile.strides[id(step)], tile.axes) for step in full)
     strides = [stride for stride in rows if stride]
     width = 16 // min((step.access.dtype.itemsize for step in full if step.access is not None), default=16)
     if not settings.enabled("aligned_rows") or len(strides) != 1 or not strides[0] % width or tile.shares % width:
         return tile
-    if tile.axes[1].extent < shortest or any(_unlike(step) for step in body.steps):
+    short = tile.reduced_axis == 1 and tile.axes[1].block * max(tile.strips, 1) < tile.axes[1].extent + width - 1
+    if tile.axes[1].extent < shortest or short or any(_unlike(step) for step in body.steps):
         return tile
     return replace(tile, covered=width, row=strides[0])
 

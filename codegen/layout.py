@@ -118,7 +118,7 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
     near = neighbours(body, tuning) if looped and not column and not share and block_x == 1 else 0
     tile = Tile(dims, strides, axes, 0 if column else 1, looped, share, warps, stages, shares=shares, near=min(near, block_r),
                 strips=strips)
-    alone = not looped and block_x == 1 and extent > tuning.covered and (strips or power_of_two(extent + 7) <= block_r)
+    alone = not looped and block_x == 1 and extent > tuning.covered
     if column and share or alone and not column:
         return cover(tile, body, tuning.covered)
     return peel(tile, body) if looped and not column and (not share or extent % 16) else tile

@@ -84,6 +84,7 @@ class StripWriter(InstructionWriter):
         """What ``write`` writes for each strip, with the strip's number behind the names that are its own."""
         for strip in range(self.tile.strips):
             start, self._inside = len(self._lines), self._full(strip)
+            self._starts[1] = str(strip * self._axis(1).block) if strip else ""
             write(strip)
             self._inside = False
             self._lines[start:] = self._renamed(self._lines[start:], strip)
@@ -106,12 +107,11 @@ class StripWriter(InstructionWriter):
         """Has the row an element for each of the strip's lanes, wherever it starts?"""
         return (strip + 1) * self._axis(1).block <= self._axis(1).extent and not (self.tile.covered and strip == 0)
 
-    def _strip_index(self, strip: int) -> None:
-        start = str(strip * self._axis(1).block) if strip else ""
+    def _strip_index(self, _: int) -> None:
+        start = self._starts[1]
         if not self.tile.covered:
             self._index(1, start)
             return
-        self._starts[1] = start
         self._line(f"at = {start}{' + ' * bool(start)}{self._arange(1)}")
         if self._inside:
             self._line("i1 = at - shift")

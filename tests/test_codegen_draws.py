@@ -82,13 +82,35 @@ def dropout_graph(x: torch.Tensor, then: str | None = None) -> tuple[Recording, 
     if then is not None:
         result = fresh(x.dtype)
         read = Access(out.buffer, out.layout)
-        graph.record(f"aten::{then}", [read, read, graph.add_scalar("int")], [result])
+        others: list[object] = [-1, False] if then == "_softmax" else [read, graph.add_scalar("int")]
+        graph.record(f"aten::{then}", [read, *others], [result])
     inputs = {source.buffer.index: typed_bytes(x), state.buffer.index: torch.tensor([SEED, START]).view(torch.uint8)}
     return Recording(graph, inputs, [0.3, 1]), result, mask, state
 
 
 def typed_bytes(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()).clone()
+
+
+def test_rows_in_strips_draw_what_eager_draws() -> None:
+    """A row's strips each begin at another of ATen's vectors."""
+    for dtype in (torch.float32, torch.bfloat16):
+        x = data(6, 768, dtype=dtype)
+        recording, result, *_ = dropout_graph(x, "_softmax")
+        made = plan(recording.graph, tuning=SMALL.changed("few=0"))
+        (step,) = kernels(made)
+        assert "i1_2" in step.kernel.source and "tl.join" in step.kernel.source
+        drawn = torch.tensor(numpy.array(uniforms(x.numel(), vector_size(layout_of(x)), SEED, START, BLOCKS))).view(x.shape)
+        kept = (x.float() * (drawn < 0.7) * (1 / torch.tensor(0.7))).to(dtype)
+        made_of = typed(execute(recording, made)[result.buffer.index], x)
+        torch.testing.assert_close(made_of, kept.softmax(-1), rtol=1e-2, atol=1e-5)
+        compile_all(made)
+
+
+def test_blocks_within_an_odd_number_of_elements_need_no_masks() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        made = check_dropout(data(3333, dtype=dtype), SMALL.changed("pointwise_block=16"))
+        assert "if begin + B1 <= n1:" in kernels(made)[0].kernel.source
 
 
 def check_dropout(x: torch.Tensor, tuning: Tuning = SMALL, then: str | None = None) -> Plan:

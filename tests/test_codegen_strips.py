@@ -1,0 +1,170 @@
+"""Rows that registers hold in several strips: when they are, what the kernels compute, and what they leave alone."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import CACHE, check, kernels, record
+from graphs import drawn as data
+
+from codegen import triton_compile
+from codegen.fuse import plan
+from codegen.kernel import KernelStep
+from codegen.tuning import HOPPER
+from ir_nodes import settings
+
+aten = torch.ops.aten
+ANY = HOPPER.changed("few=0")  # few rows are no reason to hold them whole
+ROWS = ANY.changed("mixed_rows=2,mixed_tile=1,cores=2,split_numel=64")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+LENGTHS = pytest.mark.parametrize("length", [300, 768, 1000, 1003, 1600, 2055])
+
+
+def near(dtype: torch.dtype) -> dict[str, float]:
+    return {"rtol": 3e-2, "atol": 3e-2} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
+
+
+def strips(step: KernelStep) -> int:
+    """How many hold a row, 0: it is held or walked whole."""
+    found = {line.split(" = ")[0].strip() for line in step.kernel.source.split("\n") if line.strip().startswith("i1_")}
+    return len(found)
+
+
+def strips_of(program: Callable[..., Any], *inputs: torch.Tensor) -> tuple[int, int, int]:
+    """(strips, elements of each, warps) on an H200."""
+    (step,) = kernels(plan(record(program, *inputs)[0].graph))
+    return strips(step), dict(step.kernel.constexprs)["B1"], step.kernel.num_warps
+
+
+def norm(x: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(x, x.shape[-1:])
+
+
+def add_norm(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x + y, F.layer_norm(x + y, x.shape[-1:], w, w)
+
+
+def rms_norm_backward(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+    inner, normal = g.float() * w.float(), x.float() * scale
+    return (scale * (inner - normal * (inner * normal).mean(-1, keepdim=True))).to(x.dtype), (g.float() * normal).sum(0)
+
+
+@pytest.mark.parametrize("length, wanted", [
+    (512, (0, 512, 2)), (768, (3, 256, 1)), (640, (5, 128, 1)), (1000, (4, 256, 1)), (1003, (4, 256, 1)), (1600, (7, 256, 1)),
+    (5003, (5, 1024, 8)), (5120, (5, 1024, 4)), (8192, (4, 2048, 8)), (11008, (6, 2048, 8)),
+])  # fmt: skip
+def test_rows_are_cut_where_that_leaves_few_lanes_empty(length: int, wanted: tuple[int, int, int]) -> None:
+    assert strips_of(norm, data(2200, length, dtype=torch.bfloat16)) == wanted
+
+
+def test_rows_that_are_held_whole() -> None:
+    softmax = lambda x: x.softmax(-1)  # noqa: E731
+    assert strips_of(softmax, data(600, 8192, dtype=torch.bfloat16))[0] == 0, "one sum only, and no lane is empty"
+    assert strips_of(norm, data(64, 768, dtype=torch.bfloat16))[0] == 0, "so few rows need more threads each"
+    assert strips_of(lambda x: x.cumsum(-1), data(600, 768))[0] == 0, "a scan needs neighbours together"
+    with settings.override(disable="row_strips"):
+        assert strips_of(norm, data(600, 768))[0] == 0
+
+
+def test_very_long_rows_are_read_once() -> None:
+    (step,) = kernels(plan(record(lambda x: x.softmax(-1), data(530, 50257, dtype=torch.bfloat16))[0].graph))
+    assert strips(step) == 13 and "tl.range" not in step.kernel.source and step.kernel.source.count("tl.load(") == 13
+
+
+def test_only_the_ends_of_rows_have_masks() -> None:
+    (step,) = kernels(plan(record(norm, data(600, 5003, dtype=torch.bfloat16))[0].graph))
+    loads = [line for line in step.kernel.source.split("\n") if "tl.load(" in line]
+    assert [("mask" in line) for line in loads] == [True, False, False, False, True]
+    (step,) = kernels(plan(record(norm, data(600, 768))[0].graph))
+    assert "mask" not in step.kernel.source
+
+
+@DTYPES
+@LENGTHS
+def test_norms_and_softmax(length: int, dtype: torch.dtype) -> None:
+    x, y, w = data(5, length, dtype=dtype), data(5, length, dtype=dtype, seed=1), data(length, dtype=dtype, seed=2)
+    for program, inputs in ((lambda x: (x.softmax(-1), x.log_softmax(-1)), (x,)), (add_norm, (x, y, w)),
+                            (lambda g, y: aten._softmax_backward_data(g, y, -1, y.dtype), (x, y))):
+        made = check(program, *inputs, tuning=ANY, **near(dtype))
+        assert all(map(strips, kernels(made)))
+
+
+@DTYPES
+@LENGTHS
+def test_all_kinds_of_reductions(length: int, dtype: torch.dtype) -> None:
+    x = data(4, length, dtype=dtype)
+    for program in (lambda x: (x.sum(-1), x.amax(-1), x.amin(-1)), lambda x: (x.float().var(-1), (x > 0).any(-1)),
+                    lambda x: x.logsumexp(-1), lambda x: (x - x.amax(-1, keepdim=True)).abs().mean(-1)):
+        made = check(program, x, tuning=ANY, **near(dtype))
+        assert any(map(strips, kernels(made)))
+    check(lambda x: (x.argmax(-1), x.argmin(-1), x[:, :3].clone()), x, tuning=ANY)
+
+
+@DTYPES
+@LENGTHS
+def test_columns_beside_rows(length: int, dtype: torch.dtype) -> None:
+    g, x, w = data(37, length, dtype=dtype), data(37, length, dtype=dtype, seed=1), data(length, dtype=dtype, seed=2)
+    made = check(rms_norm_backward, g, x, w, tuning=ROWS, rtol=3e-2, atol=1e-1)
+    first, second = kernels(made)
+    assert strips(first) and "for r in" in first.kernel.source and not strips(second)
+    assert strips(kernels(check(lambda x: (x.sum(0), x.sum(1)), x, tuning=ROWS, rtol=2e-2, atol=1e-1))[0]) == 0
+
+
+@pytest.mark.parametrize("length", [768, 1003])
+def test_what_lies_beside_a_row_is_left_alone(length: int) -> None:
+    def program(whole: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        rows = whole[1:, 5 : length + 5]
+        rows.copy_((rows + other[1:, :length]).softmax(-1))
+        return whole
+
+    for columns in (length + 8, length + 13):
+        check(program, data(5, columns, dtype=torch.bfloat16), data(5, columns, dtype=torch.bfloat16, seed=1), tuning=ANY)
+
+
+@DTYPES
+def test_rows_that_fill_their_lanes_may_lie_off_boundaries(dtype: torch.dtype) -> None:
+    """None is left for what lies between a boundary and a row's start."""
+    for length in (256, 768, 1024):
+        g, x, w = (data(17, length + 13, dtype=dtype, seed=seed)[:, :length] for seed in range(3))
+        check(lambda x: x.softmax(-1), x, tuning=ANY, **near(dtype))
+        check(rms_norm_backward, g, x, w[0], tuning=ROWS.changed("cores=1"), rtol=3e-2, atol=1e-1)
+
+
+@pytest.mark.parametrize("length", [768, 1003])
+def test_results_take_the_place_of_what_they_are_made_of(length: int) -> None:
+    target = torch.tensor([3, length - 1, 0, 7])
+
+    def program(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x.add_(y).copy_(x.log_softmax(-1))
+        return x, x.gather(1, target[:, None])
+
+    check(program, data(4, length), data(4, length, seed=1), tuning=ANY)
+
+
+def test_rows_without_a_finite_number() -> None:
+    x = torch.full((4, 1003), float("-inf"))
+    x[0, 5], x[1, 700], x[2, 1002] = 1.0, float("nan"), float("inf")
+    check(lambda x: (x.softmax(-1), x.amax(-1), x.log_softmax(-1)), x, tuning=ANY)
+
+
+def test_several_rows_of_dimensions_that_lie_apart() -> None:
+    x = data(3, 5, 4, 200)
+    check(lambda x: x.transpose(1, 2).softmax(-1), x, tuning=ANY)
+    check(lambda x: F.layer_norm(x[:, ::2], (4, 200)), x, tuning=ANY, **near(torch.float32))
+    check(lambda x: x.sum((1, 3)), x, tuning=ANY, **near(torch.float32))
+
+
+def test_many_sums_of_large_tensors_fit_a_multiprocessors_memory() -> None:
+    """Loops load steps ahead; kernels of many operands fewer, as what they load lies in memory of 227 KiB until then."""
+    def norms(*tensors: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))  # type: ignore[arg-type]
+
+    made = plan(record(norms, *(data(1 << 23, seed=seed) for seed in range(8)))[0].graph)
+    step = kernels(made)[0]
+    handle = triton_compile.compile_for_hopper(step.kernel, CACHE).handle
+    assert step.kernel.source.count("tl.load(") == 8 and "num_stages=2" in step.kernel.source
+    assert handle.metadata.shared <= 227 << 10
