@@ -22,7 +22,7 @@ from ir_nodes.node import ScalarInput
 
 SHORTEST = 4  # steps worth a graph, unless one of them would run Python
 MOVABLE, MOVABLE_INPUT = 1 << 20, 1 << 28  # bytes: what moves and is larger is not worth the copy; an input moves once a step
-LAUNCH_WORTH, PYTHON_WORTH = 1 << 22, 1 << 27  # bytes that a GPU copies while a host launches a kernel; while it runs Python
+LAUNCH_WORTH, PYTHON_WORTH = 1 << 22, 1 << 24  # bytes that a GPU copies while a host launches a kernel; while it runs Python
 FINE = 6  # bits: memory for results comes in sizes at most so fine a part of it apart
 KEPT = 1 << 26  # bytes of intermediate results that may stay in memory because a later stretch reads them
 

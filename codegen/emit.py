@@ -62,8 +62,11 @@ def emit_group(group: Group, outside: set[Value], scratch: Scratch, tuning: Tuni
 
 def _mixed(body: Body, nodes: tuple[Node, ...], scratch: Scratch, tuning: Tuning) -> list[KernelStep]:
     """Rows with their columns' partial results, then the columns."""
-    first, second = mixed_body(body, mixed_blocks(body, tuning)[4], nodes[0])
-    return [_launch(half, lay_out(half, tuning), nodes, scratch) for half in (first, second) if half.stored]
+    shares = mixed_blocks(body, tuning)[4]
+    first, second = mixed_body(body, shares, nodes[0])
+    tiles = [lay_out(half, tuning) for half in (first, second)]
+    assert tiles[0].shares == shares, "the columns' partial results have room for so many programs"
+    return [_launch(half, tile, nodes, scratch) for half, tile in zip((first, second), tiles) if half.stored]
 
 
 def build(group: Group, outside: set[Value]) -> Body:
