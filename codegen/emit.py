@@ -63,10 +63,9 @@ def emit_group(group: Group, outside: set[Value], scratch: Scratch, tuning: Tuni
 def _mixed(body: Body, nodes: tuple[Node, ...], scratch: Scratch, tuning: Tuning) -> list[KernelStep]:
     """Rows with their columns' partial results, then the columns."""
     shares = mixed_blocks(body, tuning)[4]
-    first, second = mixed_body(body, shares, nodes[0])
-    tiles = [lay_out(half, tuning) for half in (first, second)]
-    assert tiles[0].shares == shares, "the columns' partial results have room for so many programs"
-    return [_launch(half, tile, nodes, scratch) for half, tile in zip((first, second), tiles) if half.stored]
+    tiled = [(half, lay_out(half, tuning)) for half in mixed_body(body, shares, nodes[0]) if half.stored]
+    assert all(tile.shares == shares for half, tile in tiled if half.mixed), "partial results have room for so many programs"
+    return [_launch(half, tile, nodes, scratch) for half, tile in tiled]
 
 
 def build(group: Group, outside: set[Value]) -> Body:
