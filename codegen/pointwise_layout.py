@@ -39,12 +39,12 @@ def pointwise_tile(body: Body, dims: tuple[int, ...], strides: Strides, tuning: 
         block, lane = usual // 4, min(lane, tuning.few_lane)
     if tuning.pointwise_block > 4096:
         block = min(usual, power_of_two(body.numel))
-    run = _run(body, dims, strides, tuning) if len(dims) > 1 and dims[last] >= 16 else len(dims)
+    exchanged = _exchanged(body, dims, strides) if len(dims) > 1 and dims[last] >= 16 else None
+    run = 1 if exchanged is not None else _run(body, dims, strides, tuning)
     if run == len(dims):
         axis = Axis(tuple(range(len(dims))), body.numel, block)
         flat = Tile(dims, strides, (None, axis, None), None, False, 0, warps_for(block, lane))
         return peel(flat, body) if len(dims) == 1 and block == usual and body.numel % 16 else flat
-    exchanged = _exchanged(body, dims, strides)
     if exchanged is not None:
         return _squares(body, dims, strides, exchanged, tuning)
     along = math.prod(dims[-run:])
@@ -74,8 +74,11 @@ def _squares(body: Body, dims: tuple[int, ...], strides: Strides, exchanged: int
 
 
 def _run(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuning) -> int:
-    """How many of the last dimensions are walked as one: several where rows are short and lie off 16-byte boundaries, but memory
-    runs on from row to row; as few as start on boundaries, and let smaller operands run on, too, if there are such."""
+    """How many of the last dimensions are walked as one: all where rows are very short; several where rows are short and lie off
+    16-byte boundaries, but memory runs on from row to row: as few as start on boundaries, and let smaller operands run on, too,
+    if there are such."""
+    if len(dims) <= 1 or dims[-1] < 16:
+        return len(dims)
     full = [step for step in body.steps if step.stage in ("load", "store") and step.level == FULL and id(step) in strides]
     width = 16 // min((step.access.dtype.itemsize for step in full if step.access is not None), default=16)
     picks = any(step.stage in ("gather", "take") for step in body.steps)
@@ -83,7 +86,7 @@ def _run(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuning) ->
         return 1
     found = dict.fromkeys(strides[id(step)] for step in full)
     large = [one for one in found if math.prod(n for n, stride in zip(dims, one) if stride) * 2 > body.numel]
-    if not all(_runs_on(one, dims, len(dims)) for one in large):
+    if not large or not all(_runs_on(one, dims, len(dims)) for one in large):
         return 1
     small = [one for one in found if one not in large]
     aligned = (count for count in range(2, len(dims)) if not math.prod(dims[-count:]) % width)

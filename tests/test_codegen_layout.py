@@ -1,0 +1,79 @@
+"""How kernels that reduce nothing, and those of few elements, go over them."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import check, kernels, record
+from graphs import drawn as data
+
+from codegen.fuse import plan
+from codegen.kernel import KernelStep
+from codegen.tuning import HOPPER
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+def only(program: Callable[..., Any], *inputs: torch.Tensor) -> KernelStep:
+    (step,) = kernels(plan(record(program, *inputs)[0].graph))
+    return step
+
+
+def biased(x: torch.Tensor, y: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x + b) + y
+
+
+def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+
+
+def is_flat(step: KernelStep) -> bool:
+    return "[:, None]" not in step.kernel.source
+
+
+@DTYPES
+@pytest.mark.parametrize("columns", [25, 74, 99, 251])
+def test_short_rows_off_boundaries_are_walked_as_if_they_were_one(columns: int, dtype: torch.dtype) -> None:
+    near = {"rtol": 1e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {}
+    x, y, b = data(30, columns, dtype=dtype), data(30, columns, dtype=dtype, seed=1), data(columns, dtype=dtype, seed=2)
+    (step,) = kernels(check(biased, x, y, b, count=1, **near))
+    assert is_flat(step)
+    check(lambda x, y, b: (x[1:] * b, (y - x)[::2]), x, y, b, **near)
+    check(lambda x, y: x.mul_(y[:, :1]).add_(y), x, y, count=1, **near)
+
+
+@DTYPES
+def test_as_few_dimensions_as_start_on_boundaries(dtype: torch.dtype) -> None:
+    """Smaller operands run on with these: nothing is divided but where a row's half is asked for."""
+    x, cos, sin = data(3, 5, 8, 22, dtype=dtype), data(1, 1, 8, 22, dtype=dtype, seed=1), data(1, 1, 8, 22, dtype=dtype, seed=2)
+    (step,) = kernels(check(rotary, x, cos, sin, count=1))
+    assert not is_flat(step) and step.kernel.source.count(" % d") == 1
+
+
+def test_rows_that_are_left_apart() -> None:
+    x, y = data(40, 251), data(40, 251, seed=1)
+    assert not is_flat(only(biased, data(40, 256), data(40, 256, seed=1), data(256)))  # they start on boundaries
+    assert not is_flat(only(lambda x, y: torch.cat((x, y), 1) * 2, x, y))  # memory does not run on
+    assert not is_flat(only(lambda x, y: x + y, x, data(40, 300)[:, :251]))
+    assert not is_flat(only(lambda x, i: x[i] + 1, x, torch.tensor([3, 1, 1, 7])))  # nor where rows are picked
+    assert not is_flat(only(biased, data(4, 5003), data(4, 5003, seed=1), data(5003)))  # long ones begin on boundaries
+
+
+def test_a_small_operand_that_lies_across_is_read_in_squares() -> None:
+    step = only(lambda x, y: x + y.t(), data(3, 40, 51), data(51, 40))
+    assert dict(step.kernel.constexprs) == {"B0": 32, "B1": 32}
+    check(lambda x, y: x + y.t(), data(3, 40, 51), data(51, 40), count=1)
+
+
+@pytest.mark.parametrize("program", [torch.relu, lambda x: x.softmax(-1), lambda x: x.sum(0)], ids=["map", "rows", "columns"])
+def test_few_programs_have_more_threads(program: Callable[..., Any]) -> None:
+    def lane(rows: int) -> float:
+        step, *_ = kernels(plan(record(program, torch.ones(rows, 768, dtype=torch.bfloat16))[0].graph))
+        elements = dict(step.kernel.constexprs)["B0"] * dict(step.kernel.constexprs)["B1"]
+        return elements / (32 * step.kernel.num_warps)
+
+    assert lane(48) <= HOPPER.few_lane < lane(9000)
