@@ -13,6 +13,12 @@ import lazy_backend
 DEVICE = "lazysched"
 needs_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's random numbers are not the CPU's")
 
+
+@pytest.fixture(autouse=True, scope="module")
+def _started() -> None:
+    torch.lazysched.init()  # PyTorch starts no device for `torch.Generator`, which may be the first call of a process's tests
+
+
 DRAWS: dict[str, Callable[[str], torch.Tensor]] = {
     "randn": lambda d: torch.randn(5, device=d),
     "randn many": lambda d: torch.randn(40, device=d),
