@@ -128,7 +128,7 @@ def _lane_held(body: Body, tuning: Tuning, lane: int, programs: int) -> int:
     """Elements per thread of rows that registers hold, in so many programs: fewer where these leave much of the machine idle."""
     if any(step.stage == "random" for step in body.steps):
         lane = min(lane, tuning.drawing_lane * (1 if narrow(body) else 2))
-    return min(lane, tuning.pointwise_lane if body.crowded else lane, tuning.few_lane if programs <= tuning.few else lane)
+    return min(lane, tuning.pointwise_lane if body.crowded else lane, 2 * tuning.few_lane if programs <= tuning.few else lane)
 
 
 def _ahead(body: Body, tuning: Tuning, elements: int, column: bool = False) -> int:

@@ -53,9 +53,9 @@ class Tuning:
     machine runs at a time, which decides the random numbers that ATen's kernels draw; 0 where generators are not Philox.
     ``peeled``, ``covered``: the shortest rows off 16-byte boundaries that `codegen.aligned` treats, ``run_on``: the shortest that
     are not walked through as if they were one, where nothing is reduced. ``few``: so many programs leave much of the machine
-    idle, and get more threads, with ``few_lane`` elements each. ``held``: the longest row that registers hold in strips.
-    ``overreads``: ATen's matrix products read what lies behind a row's end and multiply it with zeros, as oneDNN does on CPUs
-    with AMX.
+    idle, and get more threads, with ``few_lane`` elements each, twice as many where they reduce, so that programs for shorter
+    rows may still share their launch. ``held``: the longest row that registers hold in strips. ``overreads``: ATen's matrix
+    products read what lies behind a row's end and multiply it with zeros, as oneDNN does on CPUs with AMX.
     """
 
     pointwise_block: int = 1024

@@ -72,8 +72,8 @@ def test_a_small_operand_that_lies_across_is_read_in_squares() -> None:
 @pytest.mark.parametrize("program", [torch.relu, lambda x: x.softmax(-1), lambda x: x.sum(0)], ids=["map", "rows", "columns"])
 def test_few_programs_have_more_threads(program: Callable[..., Any]) -> None:
     def lane(rows: int) -> float:
-        step, *_ = kernels(plan(record(program, torch.ones(rows, 768, dtype=torch.bfloat16))[0].graph))
+        step, *_ = kernels(plan(record(program, torch.ones(rows, 512, dtype=torch.bfloat16))[0].graph))
         elements = dict(step.kernel.constexprs)["B0"] * dict(step.kernel.constexprs)["B1"]
         return elements / (32 * step.kernel.num_warps)
 
-    assert lane(48) <= HOPPER.few_lane < lane(9000)
+    assert lane(48) <= 2 * HOPPER.few_lane < lane(9000)
