@@ -66,7 +66,7 @@ class IndexWriter:
             chunk = self.arguments.size("share_extent", self.tile.share)
             self._line(f"begin = pid * {chunk}")
             self._line(f"end = tl.minimum(begin + {chunk}, {self._extent(0)})")
-            if self.tile.strips < 2:
+            if not self.tile.strips:
                 self._index(1, "")
             return
         kept = 1 - reduced
@@ -80,7 +80,7 @@ class IndexWriter:
             return
         self._index(kept, f"pid * B{kept}")
         self._align("pid")
-        if not self.tile.looped and self.tile.strips < 2:
+        if not self.tile.looped and not self.tile.strips:
             self._index(reduced, "")
 
     def _cover(self) -> None:
@@ -95,7 +95,7 @@ class IndexWriter:
             start, share = "(pid % across) * B1 + ", "share"
         width = self.tile.covered
         self._line(f"shift = ({share} * {self.arguments.stride(self.tile.row)}) % {width}  # the same for every row of it")
-        if self.tile.strips > 1:
+        if self.tile.strips:
             return
         self._line(f"at = {start}{self._arange(1)}")
         self._vectors(width)

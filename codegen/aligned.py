@@ -11,7 +11,7 @@ Rows that start on boundaries and end off them ("ragged") are loaded in whole ve
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Sequence
 
 from codegen.body import Body, Step
 from codegen.instructions import FULL
@@ -40,9 +40,7 @@ def walked(dims: tuple[int, ...], strides: tuple[int, ...], axes: tuple[Axis | N
 def peel(tile: Tile, body: Body) -> Tile:
     """The tile with the rows' ends taken off where that lets whole blocks run without masks, loading 16 bytes at a time."""
     full = [step for step in body.steps if step.level == FULL and step.access is not None and id(step) in tile.strides]
-    rows = dict.fromkeys(walked(tile.dims, tile.strides[id(step)], tile.axes) for step in full)
-    strides = [stride for stride in rows if stride]
-    width = 16 // min((step.access.dtype.itemsize for step in full if step.access is not None), default=16)
+    strides, width = _row_strides(tile, full), in_a_vector(full)
     if not settings.enabled("aligned_rows"):
         return tile
     flat = tile.axes[0] is None
@@ -58,9 +56,7 @@ def cover(tile: Tile, body: Body, shortest: int) -> Tile:
     nevertheless. Rows below ``shortest`` elements are left as they are, and rows that fill their lanes, so that none are left for
     what lies between a boundary and a row's start."""
     full = [step for step in body.steps if step.level == FULL and step.access is not None and id(step) in tile.strides]
-    rows = dict.fromkeys(walked(tile.dims, tile.strides[id(step)], tile.axes) for step in full)
-    strides = [stride for stride in rows if stride]
-    width = 16 // min((step.access.dtype.itemsize for step in full if step.access is not None), default=16)
+    strides, width = _row_strides(tile, full), in_a_vector(full)
     if not settings.enabled("aligned_rows") or len(strides) != 1 or not strides[0] % width or tile.shares % width:
         return tile
     short = tile.reduced_axis == 1 and tile.axes[1].block * max(tile.strips, 1) < tile.axes[1].extent + width - 1
@@ -75,9 +71,7 @@ def end_in_vectors(tile: Tile, body: Body, shortest: int) -> Tile:
     if tile.peel > 1 or tile.covered or tile.depth or tile.axes[0] is None or tile.axes[2] is not None or body.backwards:
         return tile
     full = [step for step in body.steps if step.stage in ("load", "store") and step.level == FULL and id(step) in tile.strides]
-    rows = dict.fromkeys(walked(tile.dims, tile.strides[id(step)], tile.axes) for step in full)
-    strides = [stride for stride in rows if stride]
-    width = 16 // min((step.access.dtype.itemsize for step in full if step.access is not None), default=16)
+    strides, width = _row_strides(tile, full), in_a_vector(full)
     cut = tile.share and tile.reduced_axis == 1 and not tile.mixed  # programs' shares of a row begin anywhere
     if not settings.enabled("aligned_rows") or cut or len(strides) != 1 or strides[0] % width:
         return tile
@@ -87,6 +81,17 @@ def end_in_vectors(tile: Tile, body: Body, shortest: int) -> Tile:
         return tile
     alone = tile.reduced_axis is None and tile.axes[0].block == 1
     return replace(tile, ragged=width, row=strides[0], peel=1 if alone else tile.peel)
+
+
+def in_a_vector(steps: Sequence[Step]) -> int:
+    """Elements of the narrowest of these operands in 16 bytes; 1 where there is none."""
+    return 16 // min((step.access.dtype.itemsize for step in steps if step.access is not None), default=16)
+
+
+def _row_strides(tile: Tile, steps: Sequence[Step]) -> list[int]:
+    """The strides, each once, of these operands' rows, where they run along axis 1 and have several."""
+    found = dict.fromkeys(walked(tile.dims, tile.strides[id(step)], tile.axes) for step in steps)
+    return [stride for stride in found if stride]
 
 
 def _unlike(step: Step) -> bool:

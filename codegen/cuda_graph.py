@@ -102,8 +102,8 @@ def worth_it(run: Sequence[bool]) -> bool:
 
 
 def runs_python(nodes: Sequence[Node], called: bool) -> bool:
-    """Is the step, ``called`` or launched, an op that was not recorded as it is? The native core can call no such op."""
-    return called and any(node.instr < 0 or node.changed for node in nodes[:1])
+    """Is the step, ``called`` or launched, an op that only Python can call?"""
+    return called and not all(node.as_recorded for node in nodes[:1])
 
 
 def left_out(steps: Sequence[Step], graph: Graph) -> frozenset[int]:

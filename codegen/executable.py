@@ -88,7 +88,7 @@ class Emit:
 
 def emit_call(node: Node) -> Emit:
     """``node`` as one ATen call on the physical device."""
-    if node.instr < 0 or node.changed:
+    if not node.as_recorded:
         return emit_own(node)
     slots, layouts = operand_slots(node)
     draws = tuple(effect.value.buffer.index for effect in node.effects)

@@ -6,10 +6,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from codegen.aligned import peel
+from codegen.aligned import in_a_vector, peel
 from codegen.body import Body
 from codegen.instructions import FULL
-from codegen.row_blocks import narrow
+from codegen.row_traits import narrow
 from codegen.tile import Axis, Strides, Tile, warps_for
 from codegen.tuning import Tuning, power_of_two, snug_block
 from ir_nodes import settings
@@ -84,7 +84,7 @@ def _run(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuning) ->
     if len(dims) <= 1 or dims[-1] < 16:
         return len(dims)
     full = [step for step in body.steps if step.stage in ("load", "store") and step.level == FULL and id(step) in strides]
-    width = 16 // min((step.access.dtype.itemsize for step in full if step.access is not None), default=16)
+    width = in_a_vector(full)
     picks = any(step.stage in ("gather", "take") for step in body.steps)
     if picks or not dims[-1] % width or dims[-1] >= tuning.run_on or not settings.enabled("aligned_rows"):
         return 1
@@ -111,5 +111,3 @@ def _exchanged(body: Body, dims: tuple[int, ...], strides: Strides) -> int | Non
             if along:
                 return along[0]
     return None
-
-

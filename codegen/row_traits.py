@@ -40,10 +40,16 @@ def lanes_needed(body: Body) -> int:
 
 def longest_held(body: Body, tuning: Tuning) -> int:
     """Elements of the longest row that one block holds: more where a loop would have to read it again."""
-    longest = tuning.persistent if walks_again(body) and not makes_gradient(body) else tuning.once
+    longest = tuning.persistent if _read_again(body) else tuning.once
     return longest // (1 if loads(body) < 2 else 2)
 
 
 def longest_in_strips(body: Body, tuning: Tuning) -> int:
     """The same where strips hold it."""
-    return tuning.held if longest_held(body, tuning) == tuning.persistent and any(pairs(body)) else longest_held(body, tuning)
+    alone = loads(body) < 2 and _read_again(body) and any(pairs(body))
+    return tuning.held if alone else longest_held(body, tuning)
+
+
+def _read_again(body: Body) -> bool:
+    """Would a loop read rows more than once, for something else than a gradient, whose loop has a way of its own?"""
+    return walks_again(body) and not makes_gradient(body)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 from typing import Callable, Iterable, Sequence
 
-from codegen.body import Step
-from codegen.instructions import FULL, UNIFORM
+from codegen.body import Body, Step
+from codegen.instructions import FULL
+from codegen.source_args import ArgumentList
+from codegen.tile import Tile
 from codegen.triton_instructions import COMBINE, InstructionWriter
 
 _ASSIGNED = re.compile(r"\s*(\w+(?:, \w+)*) = ")
@@ -18,6 +20,10 @@ _ASSIGNED = re.compile(r"\s*(\w+(?:, \w+)*) = ")
 
 class StripWriter(InstructionWriter):
     """Writes what a strip of a row needs; `_in_strips` and `_mixed_in_strips` are whole kernels, behind the prologue."""
+
+    def __init__(self, body: Body, tile: Tile, arguments: ArgumentList) -> None:
+        super().__init__(body, tile, arguments)
+        self._own: dict[str, None] = {}  # names that each strip has its own of
 
     def _in_strips(self, settle: Callable[[], None] | None) -> None:
         """Every instruction; ``settle`` is called before anything is stored, where that has to wait."""
@@ -30,18 +36,17 @@ class StripWriter(InstructionWriter):
         self._strips(self._strip_index)
         stores = [step for step in self.body.steps if step.stage == "store"]
         columns = [step for step in self.body.steps if step.across and step.stage == "reduce"]
-        early = [step for step in self.body.steps if step.stage != "store" and (
-            step.level == UNIFORM or step.stage == "load" and step.level == FULL and 0 not in self._terms(step))]
+        early = [step for step in self.body.steps if step.stage != "store" and self._for_all_rows(step)]
         self._row(early, [], None)
-        self._strips(lambda _: [self._begin_column(step) for step in columns])
+        self._strips(lambda: [self._begin_column(step) for step in columns])
         self._line(f"for r in tl.range({loop}):")
         self._indent += 1
         self._row_index()
         late = [step for step in self.body.steps if step.stage != "store" and step not in early]
         self._row(late, [step for step in stores if not step.across], settle)
         self._indent -= 1
-        self._strips(lambda _: [self._end_column(step) for step in columns])
-        self._strips(lambda _: [self._store(step) for step in stores if step.across])
+        self._strips(lambda: [self._end_column(step) for step in columns])
+        self._strips(lambda: [self._store(step) for step in stores if step.across])
 
     def _row(self, steps: Sequence[Step], stores: Sequence[Step], settle: Callable[[], None] | None) -> None:
         """The steps in order, but first what they load for all strips of the row; then the stores."""
@@ -70,7 +75,7 @@ class StripWriter(InstructionWriter):
     def _each(self, steps: Sequence[Step]) -> None:
         """The steps for one strip after the other."""
         if steps:
-            self._strips(lambda _: [self._write(step) for step in steps])
+            self._strips(lambda: [self._write(step) for step in steps])
 
     def _write(self, step: Step) -> None:
         if step.stage == "store":
@@ -80,12 +85,12 @@ class StripWriter(InstructionWriter):
         else:
             self._emit(step)
 
-    def _strips(self, write: Callable[[int], object]) -> None:
+    def _strips(self, write: Callable[[], object]) -> None:
         """What ``write`` writes for each strip, with the strip's number behind the names that are its own."""
         for strip in range(self.tile.strips):
             start, self._inside = len(self._lines), self._full(strip)
             self._starts[1] = str(strip * self._axis(1).block) if strip else ""
-            write(strip)
+            write()
             self._inside = False
             self._lines[start:] = self._renamed(self._lines[start:], strip)
 
@@ -107,7 +112,7 @@ class StripWriter(InstructionWriter):
         """Has the row an element for each of the strip's lanes, wherever it starts?"""
         return (strip + 1) * self._axis(1).block <= self._axis(1).extent and not (self.tile.covered and strip == 0)
 
-    def _strip_index(self, _: int) -> None:
+    def _strip_index(self) -> None:
         start = self._starts[1]
         if not self.tile.covered:
             self._index(1, start)

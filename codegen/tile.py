@@ -53,7 +53,7 @@ class Tile:
     packs: bool = True  # does the machine round two floats to bfloat16 at a time?
     near: int = 0  # neighbours that share a maximum in a loop that sums exponentials, or 0: all of a block do
     mixed: bool = False  # programs walk ``share`` rows each, and sum columns beside
-    strips: int = 0  # above 1: so many blocks along axis 1 hold a row
+    strips: int = 0  # so many blocks along axis 1 hold a row, two or more; 0: one does, or it is walked
 
     def follows(self, step: Step) -> bool:
         """True where the operand's rows lie ``row`` elements apart and run along axis 1."""

@@ -6,7 +6,7 @@ import torch
 
 from codegen.addressing import IndexWriter
 from codegen.body import Body, Step
-from codegen.instructions import FULL
+from codegen.instructions import FULL, UNIFORM
 from codegen.product import Product, product_lines
 from codegen.promotion import HALF, TRITON_TYPES
 from codegen.random_source import random_lines
@@ -58,7 +58,6 @@ class InstructionWriter(IndexWriter):
         super().__init__(body, tile, arguments)
         self._names: dict[int, str] = {}
         self._emitted: set[int] = set()
-        self._own: dict[str, None] = {}  # names that each strip of a row has its own of
         self._wide = {id(arg) for step in body.steps if step.stage != "store" and not in_bfloat16(step) for arg in step.args}
 
     def _name(self, step: Step) -> str:
@@ -69,6 +68,10 @@ class InstructionWriter(IndexWriter):
         if self._inside:
             return self._name(value)
         return f"tl.where(m{self.tile.reduced_axis}, {self._name(value)}, {identity(step.text, step.dtype)})"
+
+    def _for_all_rows(self, step: Step) -> bool:
+        """Is it one number, or an operand that is the same in every row?"""
+        return step.level == UNIFORM or step.stage == "load" and step.level == FULL and 0 not in self._terms(step)
 
     def _begin_column(self, step: Step) -> None:
         """Accumulators of columns, for rows that are walked."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from codegen.body import Body, Step
 from codegen.helpers import used
-from codegen.instructions import FULL, UNIFORM
+from codegen.instructions import FULL
 from codegen.online import ONLINE, end_lines, loop_lines
 from codegen.promotion import TRITON_TYPES
 from codegen.random_source import PHILOX
@@ -72,7 +72,7 @@ class SourceWriter(StripWriter):
                 inside = f"(begin >= shift) & (begin - shift + B1 <= {end})" if self.tile.peel > 1 else f"begin + B1 <= {end}"
                 self._branch(f"if {inside}:", inside=True)
                 self._branch("else:", inside=False)
-            elif self.tile.strips > 1:
+            elif self.tile.strips:
                 self._in_strips(self._settle if self._settles else None)
             else:
                 self._whole()
@@ -98,12 +98,12 @@ class SourceWriter(StripWriter):
     def _mixed(self, stores: list[Step]) -> None:
         """Rows, step by step: each reduced on its own, columns into accumulators."""
         ahead = f", num_stages={self.tile.stages}" if self.tile.stages > 1 else ""
-        if self.tile.strips > 1:
+        if self.tile.strips:
             self._mixed_in_strips(f"{self._rows()}{ahead}", self._settle if self._settles else None)
             return
         columns = [step for step in self.body.steps if step.across and step.stage == "reduce"]
         for step in self.body.steps:
-            if step.level == UNIFORM or step.stage == "load" and step.level == FULL and 0 not in self._terms(step):
+            if self._for_all_rows(step):
                 self._emit(step)
         for step in columns:
             self._begin_column(step)

@@ -168,6 +168,11 @@ class Node:
     joins: Node | None = field(default=None, repr=False)  # so it does, but in this node's kernel, which reads what that takes
 
     @property
+    def as_recorded(self) -> bool:
+        """Is its op the recorded one? The native core can call no other."""
+        return self.instr >= 0 and not self.changed
+
+    @property
     def name(self) -> str:
         """The op without namespace and overload: "add" for "aten::add.out"."""
         return self.target.split("::")[-1].split(".")[0]
