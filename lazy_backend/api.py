@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import types
-from typing import Any, Callable, Iterable
+from typing import Any, Callable, Iterable, Sequence
 
 import torch
 import torch._lazy
@@ -24,10 +24,10 @@ barrier_log = BarrierLog()
 listeners: list[Callable[[Barrier, int], None]] = []  # called at every barrier with the number of its `orders` report, or -1
 
 
-def device_indices(device: torch.device | str | int | None) -> list[int]:
+def device_indices(device: torch.device | str | int | None) -> Sequence[int]:
     """The device's index, or every index for None. Raises ValueError where it is not a lazysched device."""
     if device is None:
-        return list(range(core.device_count()))
+        return range(core.device_count())
     if isinstance(device, int):
         return [device]
     parsed = torch.device(device)

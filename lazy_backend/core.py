@@ -22,6 +22,7 @@ class _StepEnds(threading.local):
 
 
 _core: ModuleType | None = None
+_count = 0  # of the devices, once the core has started
 compiling = _Compiling()  # does this thread compile a recording?
 step_ends = _StepEnds()  # does this thread put ends of steps off, to the end of a function that it looks at; was one asked for?
 _forked = False
@@ -58,8 +59,8 @@ def physical_is_cuda() -> bool:
 
 
 def device_count() -> int:
-    """As many indices as physical devices; 1 on CPU."""
-    return torch.cuda.device_count() if physical_is_cuda() else 1
+    """As many indices as physical devices; 1 on CPU. Counted once: every barrier asks."""
+    return _count or (torch.cuda.device_count() if physical_is_cuda() else 1)
 
 
 def physical_device(index: int) -> torch.device:
@@ -83,16 +84,17 @@ def get() -> ModuleType:
 
 
 def start() -> None:
-    global _core
+    global _core, _count
     core = native.load()
     cuda = physical_is_cuda()
     if cuda:
         torch.cuda.init()
-    core.init(cuda, device_count())
+    count = device_count()
+    core.init(cuda, count)
     if cuda:
         core.set_device(torch.cuda.current_device())
     configure(core)
-    _core = core
+    _core, _count = core, count
     for action in _at_start:
         action(core)
     if cuda:

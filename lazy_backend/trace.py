@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Protocol, Sequence
 
@@ -96,6 +97,7 @@ def forward_frames(instrs: list[tuple[Any, ...]]) -> dict[int, Frame]:
     return frames
 
 
+@functools.lru_cache(4096)  # at every barrier, most of which are where others were
 def parse_frame(place: str) -> Frame | None:
     """A frame from the core's "file:line in function"; None for ""."""
     if not place:
