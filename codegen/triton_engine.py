@@ -91,8 +91,10 @@ def tuning_of(context: Context) -> Tuning:
     if not context.cuda:
         return INTERPRETER
     device = torch.cuda.get_device_properties(context.device)
-    blocks = device.multi_processor_count * (device.max_threads_per_multi_processor // BLOCK)
-    return replace(HOPPER, philox_blocks=blocks, packs=device.major >= 8)
+    cores, blocks = device.multi_processor_count, device.max_threads_per_multi_processor // BLOCK
+    programs = cores * HOPPER.programs // HOPPER.cores
+    return replace(HOPPER, cores=cores, programs=programs, few=programs, philox_blocks=cores * blocks, packs=device.major >= 8,
+                   shared_bytes=min(HOPPER.shared_bytes, device.shared_memory_per_block_optin * 3 // 4))
 
 
 def load_kernels(kernels: Sequence[Kernel], context: Context) -> dict[Kernel, Function]:
