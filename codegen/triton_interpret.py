@@ -9,6 +9,7 @@ language patches, over a builder that rounds as hardware does and takes libdevic
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Callable, Sequence
 
 import numpy
@@ -149,8 +150,8 @@ def interpret(kernel: Kernel, function: Callable[..., None]) -> Callable[[tuple[
             values = [_argument(arg, kind) for arg, kind in zip(args, kinds)]
             _builder.set_grid_dim(*grid)
             with numpy.errstate(all="ignore"):
-                for x in range(grid[0]):
-                    _builder.set_grid_idx(x, 0, 0)
+                for place in itertools.product(*map(range, grid)):
+                    _builder.set_grid_idx(*place)
                     function(*values, **blocks)
         finally:
             semantic.builder = interpreter.interpreter_builder = original

@@ -34,6 +34,7 @@ OPTIMISATIONS: dict[str, str] = {
     "packed_rounding": "rounding to bfloat16 between two steps of a kernel is one instruction",
     "combo": "small kernels that do not depend on one another share a launch",
     "templates": "matrix products with what follows them in one kernel, where LAZYSCHED_TEMPLATES asks and it measured faster",
+    "attention": "attention with dropout in kernels of our own, where LAZYSCHED_ATTENTION asks for it",
     "autotune": "block sizes and warps are measured, once per kernel and machine, where LAZYSCHED_AUTOTUNE asks for it",
     "keep_heap": "on a CPU, glibc keeps a step's memory for the next",
     "parallel_compile": "kernels compile in several processes",

@@ -42,6 +42,7 @@ class Settings:
     autotune: bool
     benchmark_fusion: bool
     templates: bool
+    attention: str
     check_indices: bool
     verify: bool
     frames: bool
@@ -158,6 +159,9 @@ _ROWS = (
          "on a GPU, measures whether reductions are faster with or without the work before and after them", changes_code=True),
     _row("templates", _BOOL, "0", _bool,
          "on a GPU, measures whether matrix products are faster in one kernel with what follows them", changes_code=True),
+    _row("attention", "eager, triton", "eager", _choice("eager", "triton"),
+         "triton: on a GPU, attention with dropout in kernels of our own, which drop other elements than eager mode's for a seed",
+         changes_code=True),
     _row("check_indices", _BOOL, "1", _bool, "kernels stop at an index out of range, as eager mode does", changes_code=True),
     _row("verify", _BOOL, "0", _bool, "checks the IR after each pass"),
     _row("frames", _BOOL, "1", _bool, "notes the user's source line for each op"),

@@ -1,0 +1,152 @@
+"""Attention with dropout in kernels of our own, where LAZYSCHED_ATTENTION asks for them. Imports `ir_nodes` and codegen's kernel
+modules.
+
+A pass over a finished plan: ATen's call of a forward becomes a kernel that draws what drops and one that computes, the call of
+its backward one for the gradients of queries and one for those of keys and values. On an H200 the four take three quarters of the
+time of cuDNN's kernels. They draw other bits than eager mode's kernels, each of which draws in a way of its own; so they are not
+used unless asked for. The generator moves on as eager mode's would, so that all other draws stay what they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Sequence
+
+from codegen.attention_launches import Drawn, draw, forward, gradients
+from codegen.kernel import ExternStep, KernelStep, Plan, Temporary
+from codegen.lowering import arguments
+from codegen.promotion import HALF
+from ir_nodes import Graph, Layout, Node, settings
+from ir_nodes.node import Operand, ScalarInput
+from ir_nodes.remarks import Remarks
+
+CUDNN, FLASH = "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_flash_attention"
+BACKWARDS = (f"{CUDNN}_backward", f"{FLASH}_backward")
+TENSORS = ("query", "key", "value")
+OUT, SUMS = 0, 1
+"""Results of a forward; the rest are for its backward."""
+
+CAPABILITY = (9, 0)
+"""GPUs from this on: on others nobody has measured the kernels."""
+
+HEAD = 64
+BLOCK = 64
+"""Elements of a head, and of which lengths have to be multiples."""
+
+MOST_ELEMENTS = 1 << 31
+"""Places in a tensor, or in the words of a head, that 32 bits tell."""
+
+
+def use_kernels(plan: Plan, graph: Graph, numbers: Sequence[Any], remarks: Remarks | None = None) -> Plan:
+    """The plan with kernels instead of ATen's calls. ``numbers``: those of the recording that is compiled."""
+    if settings.current().attention != "triton" or not settings.enabled("attention"):
+        return plan
+    return _Rewriter(plan, graph, numbers, remarks or Remarks()).run()
+
+
+def increment_of(node: Node) -> int:
+    """How far ATen's call moves its generator on: cuDNN's by a number for each score, flash attention's by 32 for each head."""
+    args = arguments(node)
+    batch, heads, queries, _ = args["query"].layout.size
+    count = batch * heads * (queries * args["key"].layout.size[2] if node.target == CUDNN else 32)
+    return -(-count // 4) * 4
+
+
+class _Rewriter:
+    def __init__(self, plan: Plan, graph: Graph, numbers: Sequence[Any], remarks: Remarks) -> None:
+        self.plan, self.graph, self.numbers, self.remarks = plan, graph, numbers, remarks
+        self.temporaries = list(plan.temporaries)
+        self.instead: dict[Node, list[KernelStep]] = {}
+
+    def run(self) -> Plan:
+        called = {step.node: None for step in self.plan.steps if isinstance(step, ExternStep)}
+        for node in called:
+            if node.target in (CUDNN, FLASH):
+                backwards = list(dict.fromkeys(node.writes[SUMS].value.users))
+                reason = self._why_not(node) or next((why for why in map(why_not_backward, backwards) if why), "")
+                if reason or not all(one in called for one in backwards):
+                    self.remarks.refused("attention", node.name, reason or "its backward is not called by ATen")
+                    continue
+                self._replace(node, backwards)
+                self.remarks.did("attention", node.name, "kernels of our own draw what drops once, for the backward too")
+        return self._rewritten() if self.instead else self.plan
+
+    def _why_not(self, node: Node) -> str:
+        """Why ATen calls the forward; "": kernels take its place."""
+        args = arguments(node)
+        share = args["dropout_p"]
+        if not isinstance(share, ScalarInput) or not self.numbers[share.index]:
+            return "nothing drops, and the library's kernels are as fast then"
+        if len(node.effects) != 1 or node.again:
+            return "it is computed twice"
+        if args.get("attn_bias") is not None:
+            return "a bias is added to its scores"
+        for place in (one for one in node.returns[SUMS:] if one is not None):
+            write = node.writes[place]
+            held = write.value.buffer.live and self.graph.last(write.value.buffer) is write.value
+            if held or any(user.target not in BACKWARDS for user in write.value.users):
+                return "its backward is no part of the same recording"
+        return why_not_shapes([args[name] for name in TENSORS], node.writes[OUT].layout, args["is_causal"])
+
+    def _replace(self, node: Node, backwards: Sequence[Node]) -> None:
+        args = arguments(node)
+        batch, heads, queries, _ = args["query"].layout.size
+        rows = batch * heads * queries
+        drawn = Drawn(self._temporary(rows * args["key"].layout.size[2] // 8), self._temporary(rows * 4))
+        self.instead[node] = [draw(node, drawn, increment_of(node)), forward(node, drawn)]
+        for one in backwards:
+            self.instead[one] = gradients(one, drawn, self._temporary(rows * 4))
+
+    def _temporary(self, nbytes: int) -> Temporary:
+        self.temporaries.append(Temporary(max((one.id for one in self.temporaries), default=-1) + 1, nbytes))
+        return self.temporaries[-1]
+
+    def _rewritten(self) -> Plan:
+        steps: list[KernelStep | ExternStep] = []
+        needs: list[tuple[int, ...]] = []
+        last: list[int] = []  # where each old step ends
+        for step, before in zip(self.plan.steps, self.plan.needs):
+            found = self.instead.get(step.node) if isinstance(step, ExternStep) else None
+            for number, one in enumerate(found or [step]):
+                needs.append((len(steps) - 1,) if number else tuple(last[need] for need in before))
+                steps.append(one)
+            last.append(len(steps) - 1)
+        return replace(self.plan, steps=tuple(steps), needs=tuple(needs), temporaries=tuple(self.temporaries))
+
+
+def why_not_backward(node: Node) -> str:
+    if node.target not in BACKWARDS or node.again:
+        return "its backward is computed twice"
+    args = arguments(node)
+    made = [None if place is None else node.writes[place].layout for place in node.returns]
+    tensors = [args[name] for name in (*TENSORS, "grad_out", "out")]
+    if len(made) != 3 or None in made or not all(isinstance(one, Operand) for one in tensors):
+        return "its backward makes other gradients than those of queries, keys and values"
+    return next((why for layout in [one.layout for one in tensors] + made if (why := why_not_rows(layout))), "")
+
+
+def why_not_shapes(tensors: Sequence[Operand], out: Layout, causal: bool) -> str:
+    sizes = [one.layout.size for one in tensors]
+    batch, heads, queries, width = sizes[0]
+    keys = sizes[1][2]
+    if width != HEAD or sizes[2][3] != width:
+        return f"its heads have not {HEAD} elements"
+    if sizes[1][:2] != sizes[0][:2] or sizes[2][:2] != sizes[0][:2]:
+        return "several heads share keys and values"
+    if queries % BLOCK or keys % BLOCK or not queries or not keys:
+        return f"a length is no multiple of {BLOCK}"
+    if causal and queries != keys:
+        return "it is causal, with other queries than keys"
+    if tensors[0].layout.dtype not in HALF:
+        return "its numbers have not 16 bits"
+    if queries * keys // 32 >= MOST_ELEMENTS or batch * heads >= 1 << 16:
+        return "it is too large"
+    return next((why for layout in (*(one.layout for one in tensors), out) if (why := why_not_rows(layout))), "")
+
+
+def why_not_rows(layout: Layout) -> str:
+    if layout.stride[3] != 1 or layout.flipped or layout.size[2] * layout.stride[2] >= MOST_ELEMENTS:
+        return "a tensor's heads don't lie one behind the other"
+    if any(stride * layout.itemsize % 16 for stride in (*layout.stride[:3], layout.offset)):
+        return "a tensor's rows don't start on 16-byte boundaries"
+    return ""

@@ -1,0 +1,234 @@
+"""The kernels of attention with dropout, as Triton source. Imports `codegen.random_source` only.
+
+After Dao et al., FlashAttention (2022) and FlashAttention-2 (2023): scores are computed block by block and never stored, the
+softmax's maximum and sum are kept as a block is added, and the backward computes the probabilities again from each row's sum.
+What drops is drawn once, by a kernel of its own, as one bit for each score: random numbers are most of the work that libraries do
+in such kernels, in the forward and again in the backward.
+
+Bits lie in words of 32 keys, [batch * heads, keys / 32, queries], so that both passes load words of neighbouring queries.
+"""
+
+from __future__ import annotations
+
+from codegen.random_source import PHILOX
+
+PRECISION, ROUNDS = 12, 7
+"""Binary digits of the share that is kept, and of Philox: the fewest rounds that pass BigCrush (Salmon et al. 2011)."""
+
+HEAD = '''"""{title}"""
+
+import triton
+import triton.language as tl
+
+
+'''
+
+_PHILOX = PHILOX.replace("_philox", "_philox_short").replace("static_range(10)", f"static_range({ROUNDS})")
+
+DRAW = HEAD + _PHILOX + f'''@triton.jit
+def {{name}}({{parameters}}, B0: tl.constexpr, B1: tl.constexpr, CAUSAL: tl.constexpr):
+    row = tl.program_id(0) * B0
+    word = tl.program_id(1) * B1
+    head = tl.program_id(2)
+    if CAUSAL and word * 32 > row + B0 - 1:
+        return
+    place = (word + tl.arange(0, B1))[:, None] * queries + (row + tl.arange(0, B0))[None, :]
+    kept = ((1.0 - p) * {1 << PRECISION}.0 + 0.5).to(tl.int32)
+    call = (drawn >> 34).to(tl.uint32) * {-(-PRECISION // 4)}
+    zero = (place * 0).to(tl.uint32)
+    bits = zero
+    for number in tl.static_range({-(-PRECISION // 4)}):
+        turn = zero + (call + number)
+        x, y, z, w = _philox_short(seed, place.to(tl.uint32), zero + head, turn, zero + (drawn >> 2).to(tl.uint32))
+        digit = kept >> (4 * number)
+        bits = (x & bits) | ((x | bits) & (0 - (digit & 1)).to(tl.uint32))
+        bits = (y & bits) | ((y | bits) & (0 - ((digit >> 1) & 1)).to(tl.uint32))
+        bits = (z & bits) | ((z | bits) & (0 - ((digit >> 2) & 1)).to(tl.uint32))
+        bits = (w & bits) | ((w | bits) & (0 - ((digit >> 3) & 1)).to(tl.uint32))
+    bits = bits | (0 - (kept >> {PRECISION})).to(tl.uint32)
+    tl.store(words + head.to(tl.int64) * (queries * (keys // 32)) + place, bits.to(tl.int32, bitcast=True))
+'''
+"""Bits that are 1 with probability 1 - p: random binary numbers below its digits, for 32 keys at a time and from the last digit
+on: where the digit is 1, a random 0 makes the number smaller, where it is 0, a random 1 makes it larger."""
+
+_SHARED = f'''@triton.jit
+def _tile(base, row, stride, ROWS: tl.constexpr, D: tl.constexpr):
+    return base + ((row + tl.arange(0, ROWS))[:, None] * stride + tl.arange(0, D)[None, :])
+
+
+@triton.jit
+def _kept(p):
+    return ((1.0 - p) * {1 << PRECISION}.0 + 0.5).to(tl.int32).to(tl.float32) * {2.0 ** -PRECISION!r}
+
+
+@triton.jit
+def _inverse(kept):
+    return tl.where(kept == 0, 0.0, 1.0 / kept)
+
+
+'''
+
+_BY_QUERY = _SHARED + '''@triton.jit
+def _drop(x, words, row, column, queries, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    m = row + tl.arange(0, ROWS)
+    n = column // 32 + tl.arange(0, COLUMNS // 32)
+    word = tl.load(words + (n[None, :] * queries + m[:, None]))
+    word = tl.reshape(tl.broadcast_to(word[:, :, None], (ROWS, COLUMNS // 32, 32)), (ROWS, COLUMNS))
+    at = (tl.arange(0, COLUMNS) & 31)[None, :]
+    return tl.where(((word >> (at & 7)) & (1 << (at & 24))) != 0, x, 0.0)
+
+
+'''
+
+_BY_KEY = _SHARED + '''@triton.jit
+def _drop(x, words, row, column, queries, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    m = row + tl.arange(0, ROWS)
+    n = column // 32 + tl.arange(0, COLUMNS // 32)
+    word = tl.load(words + (n[:, None] * queries + m[None, :]))
+    word = tl.reshape(tl.broadcast_to(word[:, None, :], (COLUMNS // 32, 32, ROWS)), (COLUMNS, ROWS))
+    at = (tl.arange(0, COLUMNS) & 31)[:, None]
+    return tl.where(((word >> (at & 7)) & (1 << (at & 24))) != 0, x, 0.0)
+
+
+'''
+
+FORWARD = HEAD + _BY_QUERY + '''@triton.jit
+def _add(acc, total, top, q, k, v, words, row, column, kt, vt, queries, factor, B0: tl.constexpr, B1: tl.constexpr,
+         D: tl.constexpr, MASKED: tl.constexpr):
+    scores = tl.dot(q, tl.trans(tl.load(_tile(k, column, kt, B1, D))))
+    values = tl.load(_tile(v, column, vt, B1, D))
+    if MASKED:
+        scores = tl.where((row + tl.arange(0, B0))[:, None] >= (column + tl.arange(0, B1))[None, :], scores, float("-inf"))
+    higher = tl.maximum(top, tl.max(scores, 1) * factor)
+    p = tl.exp2(scores * factor - higher[:, None])
+    shrunk = tl.exp2(top - higher)
+    total = total * shrunk + tl.sum(p, 1)
+    p = _drop(p, words, row, column, queries, B0, B1)
+    return tl.dot(p.to(values.dtype), values, acc * shrunk[:, None]), total, higher
+
+
+@triton.jit
+def {name}({parameters}, B0: tl.constexpr, B1: tl.constexpr,
+           D: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr):
+    block = tl.program_id(0) // group
+    block = queries // B0 - 1 - block if CAUSAL else block
+    head = tl.program_id(1) * group + tl.program_id(0) % group
+    row = block * B0
+    b = (head // heads).to(tl.int64)
+    h = head % heads
+    factor = {scale} * 1.4426950408889634
+    k += b * kb + h * kh
+    v += b * vb + h * vh
+    words += head.to(tl.int64) * (queries * (keys // 32))
+    tile = tl.load(_tile(q + b * qb + h * qh, row, qt, B0, D))
+    acc = tl.full([B0, D], 0.0, tl.float32)
+    total = tl.full([B0], 0.0, tl.float32)
+    top = tl.full([B0], float("-inf"), tl.float32)
+    whole = row // B1 * B1 if CAUSAL else keys
+    for column in tl.range(0, whole, B1, num_stages=STAGES):
+        acc, total, top = _add(acc, total, top, tile, k, v, words, row, column, kt, vt, queries, factor, B0, B1, D, False)
+    if CAUSAL:
+        for column in tl.range(whole, row + B0, B1, num_stages=STAGES):
+            acc, total, top = _add(acc, total, top, tile, k, v, words, row, column, kt, vt, queries, factor, B0, B1, D, True)
+    tl.store(sums + head.to(tl.int64) * queries + row + tl.arange(0, B0), top + tl.log2(total))
+    acc = acc * (_inverse(_kept(p)) / total)[:, None]
+    tl.store(_tile(out + b * ob + h * oh, row, ot, B0, D), acc.to(out.dtype.element_ty))
+'''
+"""``sums``: log2 of each row's sum of exponentials, [batch * heads, queries]. Of causal attention the longest blocks go first."""
+
+QUERIES = HEAD + _BY_QUERY + '''@triton.jit
+def _add(acc, q, g, top, delta, k, v, words, row, column, kt, vt, queries, factor, B0: tl.constexpr, B1: tl.constexpr,
+         D: tl.constexpr, MASKED: tl.constexpr):
+    keys = tl.load(_tile(k, column, kt, B1, D))
+    values = tl.load(_tile(v, column, vt, B1, D))
+    p = tl.exp2(tl.dot(q, tl.trans(keys)) * factor - top[:, None])
+    if MASKED:
+        p = tl.where((row + tl.arange(0, B0))[:, None] >= (column + tl.arange(0, B1))[None, :], p, 0.0)
+    kept = _drop(p, words, row, column, queries, B0, B1)
+    grown = kept * tl.dot(g, tl.trans(values)) - p * delta[:, None]
+    return tl.dot(grown.to(keys.dtype), keys, acc)
+
+
+@triton.jit
+def {name}({parameters}, B0: tl.constexpr, B1: tl.constexpr,
+           D: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr):
+    block = tl.program_id(0) // group
+    block = queries // B0 - 1 - block if CAUSAL else block
+    head = tl.program_id(1) * group + tl.program_id(0) % group
+    row = block * B0
+    b = (head // heads).to(tl.int64)
+    h = head % heads
+    factor = {scale} * 1.4426950408889634
+    share = _kept(p)
+    k += b * kb + h * kh
+    v += b * vb + h * vh
+    words += head.to(tl.int64) * (queries * (keys // 32))
+    tile = tl.load(_tile(q + b * qb + h * qh, row, qt, B0, D))
+    g = tl.load(_tile(grad + b * gb + h * gh, row, gt, B0, D))
+    made = tl.load(_tile(out + b * ob + h * oh, row, ot, B0, D))
+    rows = head.to(tl.int64) * queries + row + tl.arange(0, B0)
+    delta = tl.sum(made.to(tl.float32) * g.to(tl.float32), 1) * share
+    tl.store(deltas + rows, delta)
+    top = tl.load(sums + rows)
+    acc = tl.full([B0, D], 0.0, tl.float32)
+    whole = row // B1 * B1 if CAUSAL else keys
+    for column in tl.range(0, whole, B1, num_stages=STAGES):
+        acc = _add(acc, tile, g, top, delta, k, v, words, row, column, kt, vt, queries, factor, B0, B1, D, False)
+    if CAUSAL:
+        for column in tl.range(whole, row + B0, B1, num_stages=STAGES):
+            acc = _add(acc, tile, g, top, delta, k, v, words, row, column, kt, vt, queries, factor, B0, B1, D, True)
+    acc = acc * ({scale} * _inverse(share))
+    tl.store(_tile(dq + b * db + h * dh, row, dt, B0, D), acc.to(dq.dtype.element_ty))
+'''
+"""The gradient of queries; ``deltas``: what gradients of a row's probabilities have in common, [batch * heads, queries]."""
+
+KEYS = HEAD + _BY_KEY + '''@triton.jit
+def _add(dk, dv, k, v, q, grad, sums, deltas, words, row, column, qt, gt, queries, factor, B0: tl.constexpr, B1: tl.constexpr,
+         D: tl.constexpr, MASKED: tl.constexpr):
+    tile = tl.load(_tile(q, row, qt, B0, D))
+    g = tl.load(_tile(grad, row, gt, B0, D))
+    m = row + tl.arange(0, B0)
+    top = tl.load(sums + m)
+    delta = tl.load(deltas + m)
+    p = tl.exp2(tl.dot(k, tl.trans(tile)) * factor - top[None, :])
+    if MASKED:
+        p = tl.where(m[None, :] >= (column + tl.arange(0, B1))[:, None], p, 0.0)
+    kept = _drop(p, words, row, column, queries, B0, B1)
+    dv = tl.dot(kept.to(g.dtype), g, dv)
+    grown = kept * tl.dot(v, tl.trans(g)) - p * delta[None, :]
+    return tl.dot(grown.to(tile.dtype), tile, dk), dv
+
+
+@triton.jit
+def {name}({parameters}, B0: tl.constexpr, B1: tl.constexpr,
+           D: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr):
+    block = tl.program_id(0) // group
+    head = tl.program_id(1) * group + tl.program_id(0) % group
+    column = block * B1
+    b = (head // heads).to(tl.int64)
+    h = head % heads
+    factor = {scale} * 1.4426950408889634
+    share = _inverse(_kept(p))
+    q += b * qb + h * qh
+    grad += b * gb + h * gh
+    sums += head.to(tl.int64) * queries
+    deltas += head.to(tl.int64) * queries
+    words += head.to(tl.int64) * (queries * (keys // 32))
+    tile = tl.load(_tile(k + b * kb + h * kh, column, kt, B1, D))
+    values = tl.load(_tile(v + b * vb + h * vh, column, vt, B1, D))
+    dk_sum = tl.full([B1, D], 0.0, tl.float32)
+    dv_sum = tl.full([B1, D], 0.0, tl.float32)
+    whole = 0
+    if CAUSAL:
+        whole = tl.cdiv(column + B1, B0) * B0
+        for row in tl.range(column // B0 * B0, whole, B0, num_stages=STAGES):
+            dk_sum, dv_sum = _add(dk_sum, dv_sum, tile, values, q, grad, sums, deltas, words, row, column, qt, gt, queries,
+                                  factor, B0, B1, D, True)
+    for row in tl.range(whole, queries, B0, num_stages=STAGES):
+        dk_sum, dv_sum = _add(dk_sum, dv_sum, tile, values, q, grad, sums, deltas, words, row, column, qt, gt, queries,
+                              factor, B0, B1, D, False)
+    dk_sum = dk_sum * ({scale} * share)
+    tl.store(_tile(dk + b * db + h * dh, column, dt, B1, D), dk_sum.to(dk.dtype.element_ty))
+    tl.store(_tile(dv + b * eb + h * eh, column, et, B1, D), (dv_sum * share).to(dv.dtype.element_ty))
+'''
+"""The gradients of keys and values."""
