@@ -17,17 +17,24 @@ from benchmarks.models import TASKS, Sizes
 
 MODES = {"compile": None, "reduce-overhead": "reduce-overhead", "max-autotune": "max-autotune-no-cudagraphs"}
 WAYS = ("eager", *MODES, "lazysched")
-EXTRAS = ("opt", "fused", "replay")
+ASKED = {"attention": {"LAZYSCHED_ATTENTION": "triton"}, "tuned": {"LAZYSCHED_AUTOTUNE": "1"}}
+"""What lazysched is asked for beyond its defaults, as settings."""
+EXTRAS = ("opt", "fused", "replay", *ASKED)
 
 
 def parts(contestant: str) -> tuple[str, set[str]]:
     """The way to run and what is added to it. Raises ValueError for names that are not known."""
     way, *extras = contestant.split("+")
-    wrong = ("opt" in extras and way not in MODES) or ("replay" in extras and way != "lazysched")
+    wrong = ("opt" in extras and way not in MODES) or ({"replay", *ASKED} & set(extras) and way != "lazysched")
     if way not in WAYS or not set(extras) <= set(EXTRAS) or wrong:
         raise ValueError(f"{contestant}: no such contestant. Ways: {', '.join(WAYS)}; added: +fused, +opt for what compiles, "
-                         "+replay for lazysched")
+                         "+replay, +attention and +tuned for lazysched")
     return way, set(extras)
+
+
+def settings_of(contestant: str) -> dict[str, str]:
+    """The environment variables that its process is started with."""
+    return {variable: value for extra in sorted(parts(contestant)[1]) for variable, value in ASKED.get(extra, {}).items()}
 
 
 class Loop:

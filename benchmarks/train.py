@@ -24,7 +24,7 @@ import torch
 from benchmarks.common import Budget, add_limits, fresh_caches, hand_in, in_process, save, spread, table
 from benchmarks.floors import beyond, told
 from benchmarks.floors import floor as measured_floor
-from benchmarks.loop import Loop, parts
+from benchmarks.loop import Loop, parts, settings_of
 from benchmarks.models import TASKS, sized
 from benchmarks.plot import draw
 from benchmarks.profiling import Kernel, by_kind, gpu_kernels, listing, peak_on_gpu
@@ -102,7 +102,8 @@ def run(name: str, contestant: str, options: argparse.Namespace, budget: Budget)
             print(f"{name}: {contestant}, round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
             curve = ["--curve", str(options.curve)] if number == 0 else []
             try:
-                runs.append(in_process("benchmarks.train", contestant, [*passed_on(name, options), *curve], variables,
+                runs.append(in_process("benchmarks.train", contestant, [*passed_on(name, options), *curve],
+                                       variables | settings_of(contestant),
                                        budget.left(options.timeout)))
             except RuntimeError as error:
                 if not runs:

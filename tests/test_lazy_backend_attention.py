@@ -1,0 +1,126 @@
+"""Attention with dropout on a GPU in kernels of our own, in whole steps: numbers, masks, draws, CUDA graphs."""
+
+from __future__ import annotations
+
+from typing import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import lazy_backend
+from codegen.attention import CAPABILITY
+from ir_nodes import settings
+from tests.device import DEVICE, ON_GPU
+
+pytestmark = pytest.mark.skipif(not ON_GPU or torch.cuda.get_device_capability() < CAPABILITY,
+                                reason="the kernels are for GPUs from Hopper on; tests of codegen run them in the interpreter")
+
+NOTHING = 1e-6
+"""A share that drops nothing, but is more than zero."""
+
+
+@pytest.fixture(autouse=True)
+def asked() -> Iterator[None]:
+    with settings.override(attention="triton"):
+        yield
+
+
+def inputs(batch: int, heads: int, queries: int, keys: int, device: str, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    """Queries, keys and values as parts of one product would lie, and a gradient."""
+    torch.manual_seed(1)
+    made = []
+    for length in (queries, keys, keys, queries):
+        made.append(torch.randn(batch, length, 3, heads, 64, dtype=torch.float32).to(device, dtype)[:, :, 1].transpose(1, 2))
+    return [one.detach().requires_grad_() for one in made[:3]] + made[3:]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, p: float, causal: bool) -> list[Tensor]:
+    out = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=causal)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
+
+
+def replaced(run: object) -> bool:
+    """Did kernels of ours run, as far as the report tells?"""
+    return "attention_backward_keys" in str(lazy_backend.explain(run))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "not causal"])
+@pytest.mark.parametrize(("queries", "keys"), [(64, 64), (128, 192), (1024, 1024)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_without_losses_it_is_eager_modes_attention(queries: int, keys: int, causal: bool, dtype: torch.dtype) -> None:
+    if causal and queries != keys:
+        pytest.skip("refused: causal attention of other queries than keys")
+    ours = attend(*inputs(2, 3, queries, keys, DEVICE, dtype), NOTHING, causal)
+    theirs = attend(*inputs(2, 3, queries, keys, "cuda", dtype), 0.0, causal)
+    for made, wanted in zip(ours, theirs):
+        wanted = wanted.float().cpu()
+        assert (made.cpu().float() - wanted).norm() < 0.01 * wanted.norm()
+
+
+def test_the_backward_drops_what_the_forward_dropped() -> None:
+    """Equal scores and values that are a unit matrix show each bit in the result, and once more in the values' gradient."""
+    q, k, v, grad = inputs(2, 3, 64, 64, DEVICE)
+    with torch.no_grad():
+        q.zero_()
+        v.copy_(torch.eye(64, device=DEVICE).expand(2, 3, 64, 64))
+        grad.copy_(torch.eye(64, device=DEVICE).expand(2, 3, 64, 64))
+    torch.lazysched.manual_seed(5)
+    out, _, _, dv = (one.cpu().float() for one in attend(q, k, v, grad, 0.5, False))
+    assert torch.equal(out > 0, dv.transpose(2, 3) > 0)
+    assert torch.all((out == 0) | (out == 2 / 64))
+    assert 0.47 < (out > 0).float().mean() < 0.53
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_gradients_follow_from_the_masked_result(p: float) -> None:
+    """The result is linear in the values: summed with its gradient it is the values summed with theirs."""
+    q, k, v, grad = inputs(2, 4, 256, 256, DEVICE)
+    out, dq, dk, dv = (one.cpu().double() for one in attend(q, k, v, grad, p, True))
+    left, right = (out * grad.cpu().double()).sum(), (dv * v.detach().cpu().double()).sum()
+    spread = (out.norm() * grad.cpu().double().norm()) / out.numel() ** 0.5
+    assert abs(left - right) < 0.1 * spread
+    assert abs((dq * q.detach().cpu().double()).sum() - (dk * k.detach().cpu().double()).sum()) < 0.1 * spread  # of q k^T alone
+
+
+def test_other_draws_stay_eager_modes() -> None:
+    def numbers(device: str) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(3)
+        q, k, v, grad = inputs(2, 3, 128, 128, device)
+        torch.manual_seed(4)
+        before = torch.rand(100, device=device)
+        attend(q, k, v, grad, 0.1, True)
+        return before.cpu(), torch.rand(100, device=device).cpu()
+
+    for ours, theirs in zip(numbers(DEVICE), numbers("cuda")):
+        assert torch.equal(ours, theirs)
+
+
+def test_replayed_steps_draw_anew_and_repeat_with_the_seed() -> None:
+    q, k, v, grad = inputs(2, 3, 128, 128, DEVICE)
+
+    def run() -> list[Tensor]:
+        torch.lazysched.manual_seed(7)
+        found = []
+        for _ in range(6):
+            found += [attend(q, k, v, grad, 0.3, True)]
+            lazy_backend.mark_step()
+        return [one.cpu() for step in found for one in step]
+
+    first, second = run(), run()
+    assert all(torch.equal(one, two) for one, two in zip(first, second)), "dk and dq are summed in one order"
+    assert not any(torch.equal(first[4 * step], first[4 * step + 4]) for step in range(5))
+    before = lazy_backend.stats()["compiles"]
+    for p in (0.2, 0.4):  # a share is an input
+        attend(q, k, v, grad, p, True)
+        lazy_backend.mark_step()
+    assert lazy_backend.stats()["compiles"] == before
+
+
+def test_the_report_tells_who_attends() -> None:
+    q, k, v, grad = inputs(2, 3, 128, 128, DEVICE)
+    assert replaced(lambda: attend(q, k, v, grad, 0.1, True))
+    assert not replaced(lambda: attend(q, k, v, grad, 0.0, True))
+    with settings.override(attention="eager"):
+        assert not replaced(lambda: attend(q, k, v, grad, 0.15, False))
