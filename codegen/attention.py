@@ -38,7 +38,7 @@ MOST_ELEMENTS = 1 << 31
 
 
 def use_kernels(plan: Plan, graph: Graph, numbers: Sequence[Any], remarks: Remarks | None = None) -> Plan:
-    """The plan with kernels instead of ATen's calls. ``numbers``: those of the recording that is compiled."""
+    """The plan with kernels instead of ATen's calls. ``numbers``: those of the recording that is compiled, if known."""
     if settings.current().attention != "triton" or not settings.enabled("attention"):
         return plan
     return _Rewriter(plan, graph, numbers, remarks or Remarks()).run()
@@ -74,8 +74,7 @@ class _Rewriter:
     def _why_not(self, node: Node) -> str:
         """Why ATen calls the forward; "": kernels take its place."""
         args = arguments(node)
-        share = args["dropout_p"]
-        if not isinstance(share, ScalarInput) or not self.numbers[share.index]:
+        if not self._drops(args["dropout_p"]):
             return "nothing drops, and the library's kernels are as fast then"
         if len(node.effects) != 1 or node.again:
             return "it is computed twice"
@@ -87,6 +86,10 @@ class _Rewriter:
             if held or any(user.target not in BACKWARDS for user in write.value.users):
                 return "its backward is no part of the same recording"
         return why_not_shapes([args[name] for name in TENSORS], node.writes[OUT].layout, args["is_causal"])
+
+    def _drops(self, share: Any) -> bool:
+        """Where numbers are not known, as in a report, it is taken to."""
+        return isinstance(share, ScalarInput) and (not self.numbers or self.numbers[share.index] > 0)
 
     def _replace(self, node: Node, backwards: Sequence[Node]) -> None:
         args = arguments(node)
