@@ -26,6 +26,7 @@ class Fake:
     nodes: tuple[Node, ...] = ()
     blocked: str = ""
     calls: bool = True
+    python: bool = False
     segments: tuple[str, ...] = field(default=())
 
 
