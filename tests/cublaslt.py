@@ -6,14 +6,15 @@ import contextlib
 import ctypes
 import itertools
 from dataclasses import dataclass, field
-from typing import Any, Iterator, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import pytest
 import torch
 
 from codegen import cublaslt, products
 from codegen.cublaslt import Library, Multiplier
-from codegen.kernel import Algorithm
+from codegen.kernel import Algorithm, MatMul
+from codegen.product_bench import Outcome, compared, sizes_of
 
 TYPES = {2: torch.float16, 14: torch.bfloat16}
 NOT_SUPPORTED = 15
@@ -125,6 +126,23 @@ def launch(multiplier: Multiplier, algorithm: Algorithm, tensors: Sequence[torch
     """`products.launch` without a stream."""
     left, right, made, *bias = tensors
     multiplier.run(algorithm, left.data_ptr(), right.data_ptr(), made.data_ptr(), bias[0].data_ptr() if bias else 0, alpha, 0, 0)
+
+
+class Measured:
+    """Stands for a GPU's clock: ``seconds`` of ATen's call and of each suggestion, which run on the CPU once."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.seconds, self.asked = seconds, list[MatMul]()
+
+    def __call__(self, product: MatMul, algorithms: Sequence[Algorithm], multiplier: Multiplier) -> Outcome:
+        self.asked.append(product)
+        pieces = [torch.zeros(size, dtype=torch.uint8) for size in sizes_of(product, algorithms)]
+        return compared(product, algorithms, multiplier, pieces, self.times, 0)
+
+    def times(self, ready: Sequence[Sequence[Callable[[], Any]]], rounds: int) -> list[float]:
+        for calls in ready:
+            calls[0]()
+        return [self.seconds[index] * len(calls) for index, calls in enumerate(ready)]
 
 
 @contextlib.contextmanager

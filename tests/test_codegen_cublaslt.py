@@ -126,11 +126,12 @@ def test_the_library_gives_the_products_numbers(layout: tuple[bool, bool, int, t
 @needs_gpu
 @pytest.mark.parametrize("added", ADDED, ids=["mm", "bias", "relu"])
 def test_a_measurement_times_aten_and_suggestions_and_leaves_no_memory(added: tuple[bool, bool]) -> None:
-    wanted = product(False, True, 0, added, BF16, scale=32)
+    wanted = product(False, True, 0, added, BF16, scale=128)
     multiplier = Multiplier(cublaslt.library(0), wanted)
-    torch.cuda.synchronize()
-    before, state = torch.cuda.max_memory_allocated(), torch.cuda.get_rng_state()
+    torch.cuda.reset_peak_memory_stats()
+    before, state = torch.cuda.memory_allocated(), torch.cuda.get_rng_state()
     outcome = product_bench.on_gpu(0)(wanted, multiplier.suggestions(cublaslt.ANY_REDUCTION), multiplier)
     ran = [name for name, seconds in outcome.seconds.items() if seconds is not None and 0 < seconds < 1]
     assert outcome.why == "" and ran[0] == ATEN and len(ran) > 1, outcome
-    assert torch.cuda.max_memory_allocated() - before < 1 << 16 and torch.equal(state, torch.cuda.get_rng_state())
+    assert torch.equal(state, torch.cuda.get_rng_state())
+    assert torch.cuda.max_memory_allocated() - before < sum(sizes_of(wanted, ())) / 2, "cuBLAS's workspaces are all"

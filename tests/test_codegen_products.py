@@ -9,14 +9,14 @@ from typing import Any, Callable, Sequence
 
 import pytest
 import torch
-from cublaslt import FakeCublasLt, in_place_of
+from cublaslt import FakeCublasLt, Measured, in_place_of
 from graphs import externs, record
 
 from codegen import cublaslt, products
-from codegen.cublaslt import LibraryError, Multiplier
+from codegen.cublaslt import LibraryError
 from codegen.fuse import plan
 from codegen.kernel import Algorithm, ExternStep, MatMul
-from codegen.product_bench import Outcome, compared, sizes_of
+from codegen.product_bench import Outcome
 from codegen.products import product_of, reductions_of, with_algorithms
 from ir_nodes import Node, settings
 from ir_nodes.node import ScalarInput
@@ -35,23 +35,6 @@ def linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 INPUTS = [tensor(64, 32), tensor(48, 32), tensor(48)]
-
-
-class Measured:
-    """Stands for a GPU's clock: ``seconds`` of ATen's call and of each suggestion, which run on the CPU once."""
-
-    def __init__(self, *seconds: float) -> None:
-        self.seconds, self.asked = seconds, list[MatMul]()
-
-    def __call__(self, product: MatMul, algorithms: Sequence[Algorithm], multiplier: Multiplier) -> Outcome:
-        self.asked.append(product)
-        pieces = [torch.zeros(size, dtype=torch.uint8) for size in sizes_of(product, algorithms)]
-        return compared(product, algorithms, multiplier, pieces, self.times, 0)
-
-    def times(self, ready: Sequence[Sequence[Callable[[], Any]]], rounds: int) -> list[float]:
-        for calls in ready:
-            calls[0]()
-        return [self.seconds[index] * len(calls) for index, calls in enumerate(ready)]
 
 
 def chosen(folder: Path, measure: Measured | None, functions: FakeCublasLt | None = None, program: Program = linear,

@@ -11,7 +11,7 @@ import children
 import pytest
 import torch
 import torch.nn.functional as F
-from cublaslt import FakeCublasLt, in_place_of
+from cublaslt import FakeCublasLt, Measured, in_place_of
 from torch import nn
 
 import lazy_backend
@@ -21,7 +21,6 @@ from codegen.products import with_algorithms
 from ir_nodes import settings
 from lazy_backend import flush
 from tests.device import DEVICE, ON_GPU
-from tests.test_codegen_products import Measured
 
 STEPS, LAST = 10, 3
 """The first runs by itself, the second has a momentum; the last ones replay."""
