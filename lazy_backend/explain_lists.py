@@ -42,7 +42,8 @@ def reasons(steps: Sequence[StepFacts]) -> list[str]:
     for step in steps:
         if not step.is_kernel:
             ops = found.setdefault(step.why, {})
-            ops[step.name] = ops.get(step.name, 0) + 1
+            name = step.name if step.by == "ATen" else f"{step.name} by {step.by}"
+            ops[name] = ops.get(name, 0) + 1
     return [f"{why}: " + ", ".join(times(name, count) for name, count in ops.items()) for why, ops in found.items()]
 
 

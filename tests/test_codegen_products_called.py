@@ -14,11 +14,13 @@ from graphs import externs, record
 from codegen import cublaslt, triton_engine
 from codegen.cublaslt import Multiplier
 from codegen.engine import Context
+from codegen.explanation import facts
 from codegen.kernel import Algorithm, MatMul, Plan
 from codegen.product_bench import ATEN, Outcome
 from codegen.products import as_op
 from codegen.tuning import HOPPER
 from ir_nodes import settings
+from ir_nodes.estimate import CUDA
 
 BF16 = torch.bfloat16
 X, W, B = (torch.randn(*shape).to(BF16) for shape in ((64, 32), (32, 48), (48,)))
@@ -106,3 +108,5 @@ def test_only_steps_that_replay_are_measured_and_python_calls_them(
         emit = triton_engine.emit_extern(step, Context(True, 0, tmp_path))
     assert (step.algorithm is not None, len(measure.asked), emit.python) == (replays, int(replays), replays)
     assert emit.blocked == "" and emit.calls and emit.early is not replays
+    told = facts(step, CUDA)
+    assert (told.by, told.python) == (("cuBLASLt's suggestion 1", True) if replays else ("ATen", False))
