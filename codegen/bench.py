@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import statistics
+from itertools import accumulate
 from typing import Any, Callable, Sequence
 
 import torch
@@ -61,9 +62,13 @@ class Bench:
         self._device.__exit__(None, None, None)
 
     def seconds(self, contestants: Sequence[Sequence[Ready]], rounds: int) -> list[float]:
-        """Median times of launches, or of launches one after the other, in turn, so that clocks that drift favour none."""
+        """Median times of launches, or of launches one after the other."""
         stream = torch.cuda.current_stream()
-        ready = [self._launches(contestant, stream.cuda_stream) for contestant in contestants]
+        return self.times([self._launches(contestant, stream.cuda_stream) for contestant in contestants], rounds)
+
+    def times(self, ready: Sequence[Sequence[Callable[[], Any]]], rounds: int) -> list[float]:
+        """Median seconds of calls one after the other, each list in turn, so that clocks that drift favour none."""
+        stream = torch.cuda.current_stream()
         timed: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in ready]
         for _ in range(rounds):
             for events, launches in zip(timed, ready):
@@ -76,6 +81,11 @@ class Bench:
         stream.synchronize()
         return [statistics.median(start.elapsed_time(end) for start, end in events) / 1e3 for events in timed]
 
+    def pieces(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """The scratch in pieces of so many bytes each; for all of them `pieces_bytes` have to be there."""
+        ends = list(accumulate(map(_rounded, sizes), initial=self._scratch))
+        return [memory_at(start, nbytes) for start, nbytes in zip(ends, sizes)]
+
     def _launches(self, contestant: Sequence[Ready], stream: int) -> list[Callable[[], Any]]:
         """The launches, made once already."""
         places = memory_places([step for step, _ in contestant], self._scratch)
@@ -85,11 +95,14 @@ class Bench:
             if isinstance(step, KernelStep) and function is not None:
                 launches.append(functools.partial(cuda_driver.launch, function, step.grid, arguments(step, places), stream))
             elif isinstance(step, ExternStep):
-                launches.append(aten_call(step.node, lambda place: torch.as_tensor(Raw(places[place.buffer.index],
-                                                                                       place.buffer.nbytes), device="cuda")))
+                launches.append(aten_call(step.node, lambda place: memory_at(places[place.buffer.index], place.buffer.nbytes)))
         for launch in launches:
             launch()
         return launches
+
+
+def memory_at(address: int, nbytes: int) -> torch.Tensor:
+    return torch.as_tensor(Raw(address, nbytes), device="cuda")
 
 
 def room(device: int) -> int:
@@ -112,6 +125,10 @@ def aten_call(node: Node, memory: Callable[[Value], torch.Tensor]) -> Callable[[
 
 def scratch_bytes(steps: Sequence[KernelStep | ExternStep]) -> int:
     return sum(_rounded(nbytes) for nbytes in _sources(steps).values())
+
+
+def pieces_bytes(sizes: Sequence[int]) -> int:
+    return sum(map(_rounded, sizes))
 
 
 def can_time(step: KernelStep) -> bool:

@@ -39,6 +39,8 @@ class Step(Protocol):
     @property
     def calls(self) -> bool: ...
     @property
+    def python(self) -> bool: ...
+    @property
     def segments(self) -> tuple[str, ...]: ...
 
 
@@ -84,7 +86,7 @@ def stretches(steps: Sequence[Step], spans: Sequence[tuple[int, int]], plan: Mem
     filled = set(plan.inputs)
     left = left_out(steps, graph)
     for first, last in runs(steps, left):
-        worth = worth_it([runs_python(step.nodes, step.calls) for step in steps[first:last]])
+        worth = worth_it([step.python for step in steps[first:last]])
         if worth and not steps[first].blocked and first not in left:
             part = stretch(steps, spans, plan, graph, range(first, last), filled)
             if stays(part, plan) <= KEPT:
@@ -99,11 +101,6 @@ def stretches(steps: Sequence[Step], spans: Sequence[tuple[int, int]], plan: Mem
 def worth_it(run: Sequence[bool]) -> bool:
     """Does a graph of these steps save more than it costs? Given is which of them run Python where no graph holds them."""
     return len(run) >= SHORTEST or any(run)
-
-
-def runs_python(nodes: Sequence[Node], called: bool) -> bool:
-    """Is the step, ``called`` or launched, an op that only Python can call?"""
-    return called and not all(node.as_recorded for node in nodes[:1])
 
 
 def left_out(steps: Sequence[Step], graph: Graph) -> frozenset[int]:
@@ -160,7 +157,7 @@ def stretch(
         written.update(map(plan.slot_of, steps[index].writes))
         if steps[index].calls:
             numbers.update(dict.fromkeys(scalars(steps[index].nodes)))
-    saved = sum(PYTHON_WORTH if runs_python(steps[index].nodes, steps[index].calls) else LAUNCH_WORTH for index in indices)
+    saved = sum(PYTHON_WORTH if steps[index].python else LAUNCH_WORTH for index in indices)
     reads = tuple(slot for slot in touched if slot in filled)
     makes = tuple(slot for slot in made if slot not in gone)
     under = next((slot for slot in made if slot in plan.blocks), -1)
@@ -218,17 +215,17 @@ def scalars(nodes: Sequence[Node]) -> list[int]:
     return found
 
 
-def told(steps: Sequence[tuple[Node, ...]], called: Sequence[bool]) -> str:
+def told(steps: Sequence[tuple[Node, ...]], called: Sequence[bool], python: Sequence[bool]) -> str:
     """In a sentence, how many of a plan's steps may replay in CUDA graphs, and what keeps the others out. ``steps``: the nodes of
-    each; ``called``: it is an ATen call."""
+    each; ``called``: it is an ATen call; ``python``: only Python can call it."""
     why = [blocked_call(nodes[0]) if call else "" for nodes, call in zip(steps, called)]
     lengths, run = [], list[bool]()
-    for reason, nodes, call in zip([*why, "end"], [*steps, ()], [*called, False]):
+    for reason, only in zip([*why, "end"], [*python, False]):
         if reason:
             lengths += [len(run)] * worth_it(run)
             run = []
         else:
-            run.append(runs_python(nodes, call))
+            run.append(only)
     reasons = Counter(reason for reason in why if reason)
     out = "; ".join(f"{reason} ({count} times)" if count > 1 else reason for reason, count in reasons.most_common())
     graphs = f"{len(lengths)} graph{'s' * (len(lengths) != 1)}"

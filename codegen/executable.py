@@ -72,6 +72,7 @@ class Emit:
     calls: bool = True  # numbers reach it through ATen, which a graph can't change
     numbers: tuple[int, ...] = ()  # the recorded ones that it takes
     draws: tuple[int, ...] = ()  # buffers of the generators that it draws from
+    python: bool = False  # only Python can call what it runs
     early: bool = True  # it may run while others record: Python would wait for them
 
     @property
@@ -103,10 +104,10 @@ def emit_call(node: Node) -> Emit:
                 draws=draws)
 
 
-def emit_own(node: Node) -> Emit:
+def emit_own(node: Node, function: Callable[..., Any] | None = None) -> Emit:
     """An op that the compiler chose, such as zeros for `codegen.pad_products`: none that was recorded could be called. One that
-    returns a tensor brings the memory that its result fills."""
-    use, function = node_use(node), or_apart(node.target, ops.overload(node.target))
+    returns a tensor brings the memory that its result fills. ``function``: what is called like the op, in its place."""
+    use, function = node_use(node), function or or_apart(node.target, ops.overload(node.target))
     returned = [place for place in node.returns if place is not None]
     assert len(returned) < 2 and not node.effects, node
 
@@ -124,7 +125,8 @@ def emit_own(node: Node) -> Emit:
 
     slots = (*use.buffers, *use.makes)
     return Emit(use, written_buffers(node), lambda program: program.python(run, node.instr, slots), (node,),
-                blocked_call(node), numbers=tuple(scalars([node])), early=False)  # in a CUDA graph it runs once, at the capture
+                blocked_call(node), numbers=tuple(scalars([node])), python=True,
+                early=False)  # in a CUDA graph it runs once, at the capture
 
 
 def as_promised(made: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -21,7 +21,7 @@ class StepFacts:
     """One launch or ATen call. Bytes are those that it moves; ``alone``: what its ops would move if each ran by itself.
 
     ``seconds``: an estimate, see `ir_nodes.estimate`; ``measured``: what it took when it ran, where that is known. ``why``: why
-    ATen runs it, "" for a kernel.
+    ATen runs it, "" for a kernel. ``by``: who does, if ATen does not; ``python``: only Python can call it.
     """
 
     name: str
@@ -31,6 +31,8 @@ class StepFacts:
     alone: int
     seconds: float
     why: str = ""
+    by: str = "ATen"
+    python: bool = False
     measured: float | None = None
 
     @property
@@ -137,8 +139,10 @@ class Facts:
         if isinstance(step, ExternStep):
             alone = self._cost(step.node)
             read = sum(operand.layout.nbytes for operand in step.node.reads)
+            by = "ATen" if step.algorithm is None else f"cuBLASLt's suggestion {step.algorithm.number}"
             return StepFacts(step.node.target, (step.node,), read, sum(write.layout.nbytes for write in step.node.writes),
-                             alone.nbytes, alone.seconds, step.reason)
+                             alone.nbytes, alone.seconds, step.reason, by,
+                             step.algorithm is not None or not step.node.as_recorded)
         rates = self.rates
         read, written = (sum(map(step.bytes_of, values)) for values in (step.reads, step.writes))
         made = {value for value in (*step.writes, *step.elided) if isinstance(value, Value)}

@@ -107,12 +107,49 @@ class KernelStep:
         return dict(self.picks).get(item, item.buffer.nbytes)
 
 
+@dataclass(frozen=True, slots=True)
+class MatMul:
+    """A product as a library is asked for it: (rows, inner) times (inner, columns), plus a ``bias`` for each column, of which
+    ``relu`` leaves only what is positive. ``left``, ``right``: whether what lies in memory row by row is the transposed factor,
+    and the elements from one such row to the next; ``apart``: the same of the result, which is never transposed."""
+
+    dtype: torch.dtype
+    rows: int
+    columns: int
+    inner: int
+    left: tuple[bool, int]
+    right: tuple[bool, int]
+    apart: int
+    bias: bool = False
+    relu: bool = False
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.rows * self.columns * self.inner
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.columns} x {self.inner}"
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """The ``number``-th way, from 1, that cuBLASLt suggested for ``product``. ``words``: the algorithm, which only the same
+    version of the library understands; ``workspace``: bytes that it needs."""
+
+    product: MatMul
+    number: int
+    words: tuple[int, ...]
+    workspace: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ExternStep:
-    """One node that ATen runs; ``reason`` says why no kernel was made of it."""
+    """One node that ATen runs; ``reason`` says why no kernel was made of it. ``algorithm``: the library's way to do it that was
+    measured to be faster than ATen's."""
 
     node: Node
     reason: str
+    algorithm: Algorithm | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,10 @@ from typing import Any, Sequence
 
 import torch
 
+<<<<<<< HEAD
 from codegen.attention import CAPABILITY, use_kernels
+=======
+from codegen import product_bench
 from codegen.autotune import tuned
 from codegen.benchmark_fusion import measured_sides
 from codegen.combo import combine
@@ -17,14 +20,15 @@ from codegen.contest import on_gpu, remembered
 from codegen.cuda_driver import Function
 from codegen.draws import BLOCK
 from codegen.engine import BackEnd, Context, EngineError, Generated
-from codegen.executable import ARGUMENT_KINDS, Emit, Program, emit_call
+from codegen.executable import ARGUMENT_KINDS, Emit, Program, emit_call, emit_own
 from codegen.explanation import facts
 from codegen.fuse import lower_all, plan
 from codegen.group import new_group
 from codegen.interpreted import Interpreted, launch
-from codegen.kernel import Kernel, KernelArg, KernelStep, Offset, Plan, Pointer, Scalar, Seed, Size, Temporary
+from codegen.kernel import ExternStep, Kernel, KernelArg, KernelStep, Offset, Plan, Pointer, Scalar, Seed, Size, Temporary
 from codegen.kernel_files import KernelCompileError, write_source
 from codegen.loading import load_all
+from codegen.products import as_op, multiplier_of, with_algorithms
 from codegen.rules import can_fuse
 from codegen.step_use import kernel_use
 from codegen.templates import measured_products, with_tiles
@@ -51,7 +55,11 @@ def fuse(graph: Graph, context: Context) -> Plan:
     planned = plan(graph, tuning=tuning, sides=sides, products=products, lowered=context.lowered, remarks=remarks)
     if torch.cuda.get_device_capability(context.device) >= CAPABILITY:
         planned = use_kernels(planned, graph, context.numbers, remarks)
-    return tuned(combine(with_tiles(planned, products)), *where)
+    made = tuned(combine(with_tiles(planned, products)), *where)
+    if not context.replays:
+        return made
+    measure = product_bench.on_gpu(context.device) if context.measures else None
+    return with_algorithms(made, context.kernel_dir, context.device, measure, context.numbers, remarks)
 
 
 def generate(graph: Graph, planned: Plan, context: Context) -> Generated:
@@ -67,7 +75,7 @@ def generate(graph: Graph, planned: Plan, context: Context) -> Generated:
     emits = []
     for step in planned.steps:
         if not isinstance(step, KernelStep):
-            emits.append(emit_call(step.node))
+            emits.append(emit_extern(step, context))
         elif context.cuda:
             emits.append(emit_launch(step, ready[step.kernel], scratch))
         else:
@@ -126,6 +134,14 @@ def show(kernel: Kernel, context: Context) -> None:
 
 def written(step: KernelStep) -> tuple[int, ...]:
     return tuple(dict.fromkeys(item.buffer.index for item in step.writes if not isinstance(item, Temporary)))
+
+
+def emit_extern(step: ExternStep, context: Context) -> Emit:
+    """ATen's call, or the library's chosen way to do the same."""
+    multiplier = multiplier_of(step.algorithm, context.device) if step.algorithm is not None else None
+    if step.algorithm is None or multiplier is None:
+        return emit_call(step.node)
+    return emit_own(step.node, as_op(step.node.target, step.algorithm, multiplier))
 
 
 def emit_launch(step: KernelStep, compiled: Function, scratch: dict[int, int]) -> Emit:

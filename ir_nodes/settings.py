@@ -154,7 +154,10 @@ _ROWS = (
     _row("disable", "a comma-separated list of " + ", ".join(OPTIMISATIONS), "", _names(*OPTIMISATIONS),
          "optimisations to do without; `ir_nodes/optimisations.py` says what each does", changes_code=True),
     _row("autotune", _BOOL, "0", _bool,
-         "on a GPU, measures large kernels in several block sizes when they are new to the machine", changes_code=True),
+         "on a GPU, measures what is new to the machine: large kernels in several block sizes, and large products in 16 bits by "
+         "the algorithms that cuBLASLt suggests, whose last bits may differ, as with `torch.backends.cudnn.benchmark`; products "
+         "by another algorithm than PyTorch's do not begin early (`LAZYSCHED_START_EARLY`)",
+         changes_code=True),
     _row("benchmark_fusion", _BOOL, "0", _bool,
          "on a GPU, measures whether reductions are faster with or without the work before and after them", changes_code=True),
     _row("templates", _BOOL, "0", _bool,

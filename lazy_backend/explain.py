@@ -97,7 +97,8 @@ def explained(graph: Graph, remarks: Remarks | None = None) -> Explanation:
     """The facts of the plan for ``graph``: on a GPU as the triton engine makes it, with what it has measured before."""
     remarks = remarks or Remarks()
     if core.physical_is_cuda() and flush.engine_name() == "triton":
-        context = Context(True, 0, settings.current().cache_dir / "kernels", remarks=remarks, measures=False)
+        folder = settings.current().cache_dir / "kernels"
+        context = Context(True, 0, folder, remarks=remarks, replays=flush.replays(), measures=False)
         made = engines.engine("triton").fuse(graph, context)
     else:
         made = combine(plan(graph, remarks=remarks))
@@ -183,7 +184,8 @@ def graphs(one: Explanation) -> str:
     """What may replay as CUDA graphs, and what keeps the rest out."""
     if not settings.enabled("cuda_graphs"):
         return "switched off"
-    return told_graphs([step.nodes for step in one.steps], [not step.is_kernel for step in one.steps])
+    return told_graphs([step.nodes for step in one.steps], [not step.is_kernel for step in one.steps],
+                       [step.python for step in one.steps])
 
 
 def memory(one: Explanation) -> str:
@@ -264,4 +266,4 @@ def unfolded(title: str, body: str) -> str:
 
 
 def label(step: StepFacts) -> str:
-    return step.name if step.is_kernel else f"{step.name} (ATen)"
+    return step.name if step.is_kernel else f"{step.name} ({step.by})"

@@ -18,7 +18,7 @@ PASSES = ("fold", "cse", "recompute", "peak_order", "pad_rows", "inplace")
 """Optimisations of a whole graph, which are told of even where there was nothing to do."""
 OCCASIONAL = ("epilogues", "channels_last", "conv_bias", "conv_gradients", "own_part", "copy_engines")
 """Those that few graphs give an occasion for."""
-MEASURED = ("fusion", "templates", "attention", "autotune")
+MEASURED = ("fusion", "templates", "attention", "autotune", "products")
 """Those that settings ask for, most of them decided by measurement."""
 
 
@@ -42,7 +42,8 @@ def reasons(steps: Sequence[StepFacts]) -> list[str]:
     for step in steps:
         if not step.is_kernel:
             ops = found.setdefault(step.why, {})
-            ops[step.name] = ops.get(step.name, 0) + 1
+            name = step.name if step.by == "ATen" else f"{step.name} by {step.by}"
+            ops[name] = ops.get(name, 0) + 1
     return [f"{why}: " + ", ".join(times(name, count) for name, count in ops.items()) for why, ops in found.items()]
 
 

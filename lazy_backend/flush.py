@@ -136,7 +136,8 @@ def plan_steps(graph: Graph, engine: str, device: int, numbers: Sequence[Any], l
     """The engine's steps; where it fails, a warning that names the cause, and the aten engine's."""
     now = settings.current()
     show = show_source if "kernels" in now.debug else None
-    context = Context(core.physical_is_cuda(), device, now.cache_dir / "kernels", show, numbers, lowered)
+    context = Context(core.physical_is_cuda(), device, now.cache_dir / "kernels", show, numbers, lowered,
+                      replays=replays())
     try:
         return engines.engine(engine)(graph, context)
     except Exception as error:  # a kernel that cannot be made must not cost the user the step

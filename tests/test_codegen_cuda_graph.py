@@ -10,6 +10,7 @@ import torch
 import lazy_backend
 from codegen import cuda_graph
 from codegen.cuda_graph import Stretch, stretches
+from codegen.executable import emit_call
 from codegen.memory_plan import MemoryPlan, plan_memory
 from codegen.step_use import StepUse
 from ir_nodes import BufferKind, Graph, Layout, Node
@@ -26,6 +27,7 @@ class Fake:
     nodes: tuple[Node, ...] = ()
     blocked: str = ""
     calls: bool = True
+    python: bool = False
     segments: tuple[str, ...] = field(default=())
 
 
@@ -69,10 +71,11 @@ def test_a_program_of_launches_is_one_stretch() -> None:
 
 
 def test_a_graph_of_a_single_step_holds_what_would_run_python() -> None:
-    changed = Node(0, "aten::relu", (), (), ())
-    steps = [Fake(StepUse((0, 1)), (1,), (changed,))]
-    assert changed.instr < 0 and len(cut(steps, graph("if", live="1"))[0]) == 1
-    steps[0].calls = False  # a kernel of it is launched by the native core
+    changed, recorded = Node(0, "aten::zero_", (), (), ()), Node(0, "aten::zero_", (), (), (), instr=0)
+    assert emit_call(changed).python and not emit_call(recorded).python
+    steps = [Fake(StepUse((0, 1)), (1,), (changed,), python=True)]
+    assert len(cut(steps, graph("if", live="1"))[0]) == 1
+    steps[0].python = False  # the native core calls it, or launches a kernel of it
     assert not cut(steps, graph("if", live="1"))[0]
 
 

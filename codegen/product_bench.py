@@ -1,0 +1,132 @@
+"""Times a library's algorithms for one matrix product against ATen's own call, and checks their results. Imports torch,
+`ir_nodes.ops` and codegen's `bench` and library.
+
+Operands are random, for a GPU that multiplies zeros takes less power and runs faster. They lie in scratch of the product's own
+sizes, which PyTorch does not count and which is given back at the end.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any, Callable, Sequence
+
+import torch
+
+from codegen import bench
+from codegen.bench import Bench
+from codegen.contest import ROUNDS
+from codegen.cublaslt import LibraryError, Multiplier
+from codegen.cuda_driver import DriverError
+from codegen.kernel import Algorithm, MatMul
+from ir_nodes import ops
+
+ATEN = "ATen"
+WRONG = 1e-2
+"""How far a result may be from ATen's, as a part of its norm: several times what rounding to bfloat16 makes."""
+BURST = 5e-4  # seconds; so long a row of calls hides what launching one takes
+MOST = 16  # calls in one
+
+Times = Callable[[Sequence[Sequence[Callable[[], Any]]], int], list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Median ``seconds`` by name, of ATen's call first, None for an algorithm that was ``dropped``, and why; without any ``why``
+    tells why nothing was measured."""
+
+    algorithms: Sequence[Algorithm] = ()
+    seconds: dict[str, float | None] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+    why: str = ""
+
+
+def on_gpu(device: int) -> Callable[[MatMul, Sequence[Algorithm], Multiplier], Outcome]:
+    """What measures on CUDA device ``device``."""
+
+    def measure(product: MatMul, algorithms: Sequence[Algorithm], multiplier: Multiplier) -> Outcome:
+        sizes = sizes_of(product, algorithms)
+        nbytes = bench.pieces_bytes(sizes)
+        if not algorithms:
+            return Outcome(why="cuBLASLt suggests nothing for it")
+        if torch.cuda.is_current_stream_capturing() or nbytes > bench.room(device):
+            return Outcome(why="there is no room to measure it now")
+        try:
+            with Bench(device, nbytes) as timed:
+                stream = torch.cuda.current_stream().cuda_stream
+                return compared(product, algorithms, multiplier, timed.pieces(sizes), timed.times, stream)
+        except DriverError as error:
+            return Outcome(why=f"it could not be measured: {error}")
+
+    return measure
+
+
+def sizes_of(product: MatMul, algorithms: Sequence[Algorithm]) -> list[int]:
+    """Bytes of both factors, two results, a bias and a workspace."""
+    rows, columns, inner, item = product.rows, product.columns, product.inner, product.dtype.itemsize
+    (left_over, left_apart), (right_over, right_apart) = product.left, product.right
+    elements = ((inner if left_over else rows) * left_apart, (columns if right_over else inner) * right_apart,
+                rows * product.apart, rows * product.apart, columns)
+    return [*(item * n for n in elements), max((one.workspace for one in algorithms), default=0)]
+
+
+def compared(product: MatMul, algorithms: Sequence[Algorithm], multiplier: Multiplier, pieces: Sequence[torch.Tensor],
+             times: Times, stream: int) -> Outcome:
+    """What ``times`` says of ATen's call and of the algorithms whose results are ATen's but for rounding. ``pieces``: memory of
+    `sizes_of` bytes."""
+    *memory, workspace = pieces
+    left, right, wanted, made, bias = matrices(product, memory)
+    by_aten = aten_call(product, left, right, bias)
+    by_aten(out=wanted)
+    dropped: dict[str, str] = {}
+    contest: dict[str, Callable[[], Any]] = {ATEN: functools.partial(by_aten, out=made)}
+    for algorithm in algorithms:
+        run = functools.partial(multiplier.run, algorithm, left.data_ptr(), right.data_ptr(), made.data_ptr(),
+                                bias.data_ptr() if product.bias else 0, 1.0, workspace.data_ptr(), stream)
+        why = why_dropped(run, made, wanted)
+        if why:
+            dropped[str(algorithm.number)] = why
+        else:
+            contest[str(algorithm.number)] = run
+    (once,) = times([[contest[ATEN]]], 1)
+    burst = max(1, min(MOST, round(BURST / max(once, 1e-6))))
+    found = dict(zip(contest, times([[call] * burst for call in contest.values()], ROUNDS)))
+    names = [ATEN, *(str(algorithm.number) for algorithm in algorithms)]
+    return Outcome(algorithms, {name: found[name] / burst if name in found else None for name in names}, dropped)
+
+
+def why_dropped(run: Callable[[], None], made: torch.Tensor, wanted: torch.Tensor) -> str:
+    """Why what ``run`` leaves in ``made`` is not what is ``wanted``; "": it is. The difference takes the place of ``made``."""
+    made.fill_(torch.nan)
+    try:
+        run()
+    except LibraryError as error:
+        return str(error)
+    off = float(norm(made.sub_(wanted))) / max(float(norm(wanted)), 1e-30)
+    return "" if off <= WRONG else f"its result is off by {off:.2g} of ATen's norm"
+
+
+def norm(matrix: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(matrix, dtype=torch.float32)
+
+
+def matrices(product: MatMul, memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The two factors, two results and the bias, in ``memory`` of `sizes_of` bytes; what is read is random."""
+    (left_over, left_apart), (right_over, right_apart) = product.left, product.right
+    rows, columns, inner, apart = product.rows, product.columns, product.inner, product.apart
+    shapes = (((rows, inner), (1, left_apart) if left_over else (left_apart, 1)),
+              ((inner, columns), (1, right_apart) if right_over else (right_apart, 1)),
+              ((rows, columns), (apart, 1)), ((rows, columns), (apart, 1)), ((columns,), (1,)))
+    typed = [piece.view(product.dtype) for piece in memory]
+    draws = torch.Generator(memory[0].device).manual_seed(0)  # not the program's
+    for index in (0, 1, 4):
+        typed[index].normal_(generator=draws)
+    return [torch.as_strided(piece, *shape) for piece, shape in zip(typed, shapes)]
+
+
+def aten_call(product: MatMul, left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor) -> Callable[..., Any]:
+    """ATen's own call; it takes ``out``."""
+    if not product.bias:
+        return functools.partial(ops.overload("aten::mm.out"), left, right)
+    target = "aten::_addmm_activation.out" if product.relu else "aten::addmm.out"
+    return functools.partial(ops.overload(target), bias, left, right)
