@@ -8,10 +8,8 @@ from typing import Any, Sequence
 
 import torch
 
-<<<<<<< HEAD
-from codegen.attention import CAPABILITY, use_kernels
-=======
 from codegen import product_bench
+from codegen.attention import CAPABILITY, use_kernels
 from codegen.autotune import tuned
 from codegen.benchmark_fusion import measured_sides
 from codegen.combo import combine
