@@ -1,5 +1,5 @@
-"""Attention with dropout in kernels of our own, where LAZYSCHED_ATTENTION asks for them. Imports `ir_nodes` and codegen's kernel
-modules.
+"""Attention with dropout in kernels of our own, where LAZYSCHED_ATTENTION asks for them. Imports torch, `ir_nodes` and
+codegen's kernel modules.
 
 A pass over a finished plan: ATen's call of a forward becomes a kernel that draws what drops and one that computes, the call of
 its backward one for the gradients of queries and one for those of keys and values. On an H200 the four take three quarters of the
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any, Sequence
+
+import torch
 
 from codegen.attention_launches import Drawn, draw, forward, gradients
 from codegen.kernel import ExternStep, KernelStep, Plan, Temporary
@@ -39,10 +41,18 @@ MOST_ELEMENTS = 1 << 31
 """Places in a tensor, or in the words of a head, that 32 bits tell."""
 
 
-def use_kernels(plan: Plan, graph: Graph, numbers: Sequence[Any], remarks: Remarks | None = None) -> Plan:
-    """The plan with kernels instead of ATen's calls. ``numbers``: those of the recording that is compiled, if known."""
+def use_kernels(plan: Plan, graph: Graph, device: int, numbers: Sequence[Any], remarks: Remarks | None = None) -> Plan:
+    """The plan for CUDA device ``device`` with kernels instead of ATen's calls, where they are asked for."""
     if settings.current().attention != "triton" or not settings.enabled("attention"):
         return plan
+    if torch.cuda.get_device_capability(device) < CAPABILITY:
+        (remarks or Remarks()).refused("attention", "", "the kernels are measured on Hopper GPUs only, and this one is older")
+        return plan
+    return with_kernels(plan, graph, numbers, remarks)
+
+
+def with_kernels(plan: Plan, graph: Graph, numbers: Sequence[Any], remarks: Remarks | None = None) -> Plan:
+    """The plan with kernels wherever they can be. ``numbers``: those of the recording that is compiled, if known."""
     return _Rewriter(plan, graph, numbers, remarks or Remarks()).run()
 
 

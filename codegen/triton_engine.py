@@ -9,7 +9,7 @@ from typing import Any, Sequence
 import torch
 
 from codegen import product_bench
-from codegen.attention import CAPABILITY, use_kernels
+from codegen.attention import use_kernels
 from codegen.autotune import tuned
 from codegen.benchmark_fusion import measured_sides
 from codegen.combo import combine
@@ -51,8 +51,7 @@ def fuse(graph: Graph, context: Context) -> Plan:
     where = (context.kernel_dir, context.device, timer, remarks)
     sides, products = measured_sides(graph, tuning, *where), measured_products(graph, tuning, *where)
     planned = plan(graph, tuning=tuning, sides=sides, products=products, lowered=context.lowered, remarks=remarks)
-    if torch.cuda.get_device_capability(context.device) >= CAPABILITY:
-        planned = use_kernels(planned, graph, context.numbers, remarks)
+    planned = use_kernels(planned, graph, context.device, context.numbers, remarks)
     made = tuned(combine(with_tiles(planned, products)), *where)
     if not context.replays:
         return made

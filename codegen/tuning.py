@@ -103,6 +103,7 @@ class Tuning:
     few: int = 528
     few_lane: int = 4
     held: int = 53248
+    held_loss: int = 0
     philox_blocks: int = 1056  # H200
     overreads: bool = False
 

@@ -89,8 +89,7 @@ class Case:
         return Recording(graph, data, [self.p] + ([] if self.scale is None else [self.scale]))
 
     def planned(self, recording: Recording, remarks: Remarks | None = None) -> Plan:
-        with settings.override(attention="triton"):
-            return attention.use_kernels(plan(recording.graph), recording.graph, recording.scalars, remarks)
+        return attention.with_kernels(plan(recording.graph), recording.graph, recording.scalars, remarks)
 
     def reference(self, kept: torch.Tensor) -> dict[str, torch.Tensor]:
         """Result and gradients in float64, where ``kept`` says what does not drop."""
@@ -196,7 +195,18 @@ def test_nothing_happens_unless_asked(values: dict[str, Any]) -> None:
     recording = Case().recording()
     made = plan(recording.graph)
     with settings.override(**values):
-        assert attention.use_kernels(made, recording.graph, recording.scalars) is made
+        assert attention.use_kernels(made, recording.graph, 0, recording.scalars) is made
+
+
+def test_older_gpus_are_left_to_aten(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording, remarks = Case().recording(), Remarks()
+    made = plan(recording.graph)
+    with settings.override(attention="triton"):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        assert len(kernels(attention.use_kernels(made, recording.graph, 0, recording.scalars))) == 4
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+        assert attention.use_kernels(made, recording.graph, 0, recording.scalars, remarks) is made
+    assert "Hopper" in remarks.all()[0][0].why
 
 
 def test_steps_wait_for_what_they_read_and_share_no_launch() -> None:
