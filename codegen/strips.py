@@ -10,7 +10,7 @@ from __future__ import annotations
 from codegen.aligned import KNOWN
 from codegen.body import Body
 from codegen.instructions import FULL
-from codegen.row_traits import lanes_needed, makes_gradient, narrow
+from codegen.row_traits import lanes_needed, narrow
 from codegen.tuning import Tuning, power_of_two, snug_block
 from ir_nodes import settings
 
@@ -24,9 +24,7 @@ FEW, MOST = 8, 16
 def strip_of(body: Body, tuning: Tuning, longest: int) -> int:
     """Elements of each of the strips that hold a row of at most ``longest`` elements, or 0 where one block does better."""
     row, even = lanes_needed(body), body.extent % KNOWN == 0
-    if body.kept <= tuning.few or even and row <= 4 * SMALLEST or not settings.enabled("row_strips"):
-        return 0
-    if not _can_be_cut(body, tuning):
+    if body.kept <= tuning.few or even and row <= 4 * SMALLEST or not settings.enabled("row_strips") or not _can_be_cut(body):
         return 0
     whole = power_of_two(row)
     usual = USUAL if row <= FEW * USUAL else LARGEST
@@ -53,14 +51,14 @@ def walking_warps(body: Body, strip: int) -> int:
     return max(1 if narrow(body) else 2, power_of_two(-(-strip * strips_of(body, strip) // (32 * 40))))
 
 
-def _can_be_cut(body: Body, tuning: Tuning) -> bool:
-    """Are rows reduced from their own elements, and neither scanned nor read again for a gradient? Rows that are only summed
-    beside their columns are through faster as one block."""
+def _can_be_cut(body: Body) -> bool:
+    """Are rows reduced from their own elements, and not scanned? Rows that are only summed beside their columns are through faster
+    as one block."""
     reduces = [step for step in body.steps if step.stage == "reduce" and not step.across]
     if not reduces or any(step.args[0].level != FULL for step in reduces) or any(step.stage == "scan" for step in body.steps):
         return False
     stores = any(step.stage == "store" and step.level == FULL and not step.across for step in body.steps)
-    return (not makes_gradient(body) or lanes_needed(body) <= tuning.held_loss) and (stores or not _crossed(body))
+    return stores or not _crossed(body)
 
 
 def _crossed(body: Body) -> bool:

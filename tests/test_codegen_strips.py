@@ -168,3 +168,20 @@ def test_many_sums_of_large_tensors_fit_a_multiprocessors_memory() -> None:
     handle = triton_compile.compile_for_hopper(step.kernel, CACHE).handle
     assert step.kernel.source.count("tl.load(") == 8 and "num_stages=2" in step.kernel.source
     assert handle.metadata.shared <= 227 << 10
+
+
+@DTYPES
+@pytest.mark.parametrize("length", [1003, 2055, 5000, 16384 - 40])
+def test_a_loss_holds_its_row_for_the_gradient(length: int, dtype: torch.dtype) -> None:
+    """What registers hold is not read again; longer rows are walked twice, the second time from the cache."""
+    def step(x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = x.detach().requires_grad_()
+        loss = F.cross_entropy(x.float(), target, ignore_index=3)
+        return loss, *torch.autograd.grad(loss, x)
+
+    target = torch.randint(0, length, (12,), generator=torch.Generator().manual_seed(1))
+    target[5] = 3
+    made = check(step, data(12, length, dtype=dtype), target, tuning=ANY, extern=None, rtol=2e-2, atol=1e-4)
+    assert [strips(one) > 1 for one in kernels(made) if "log_softmax" in one.kernel.name] == [True]
+    walked = plan(record(step, data(600, 20_000, dtype=dtype), torch.zeros(600, dtype=torch.long))[0].graph)
+    assert [strips(one) for one in kernels(walked) if "log_softmax" in one.kernel.name] == [0]
