@@ -123,7 +123,7 @@ class _Recomputer:
         cut = min_cut(network.capacity, network.after, network.sources, sinks)
         if cut is None or sum(network.capacity[one] for one in sinks) - sum(network.capacity[one] for one in cut) < LEAST:
             return None
-        gone = [one for one in sinks if one not in cut]
+        gone = {one: None for one in sinks if one not in cut}
         users = sorted((node for node in nodes if any(read.value in gone for read in node.reads)), key=self.place.__getitem__)
         needed = self._needed(users, gone, cut)
         last = {read.value: place for maker, place in sorted(needed.items(), key=lambda item: item[1]) for read in maker.reads
@@ -201,7 +201,7 @@ class _Recomputer:
         home = self.home.get(node, -1)
         return home >= 0 and self.kernels[home][1]
 
-    def _needed(self, users: Sequence[Node], gone: Sequence[Value], cut: set[Value]) -> dict[Node, int]:
+    def _needed(self, users: Sequence[Node], gone: dict[Value, None], cut: set[Value]) -> dict[Node, int]:
         """What has to run again so that ``users``, in graph order, find copies of ``gone``, and where: each right before the
         first of them that needs it. Further up, another kernel between two of them may not have made what it reads."""
         found: dict[Node, int] = {}
@@ -215,7 +215,7 @@ class _Recomputer:
                     waiting += [read.value for read in maker.reads if read.value not in cut]
         return found
 
-    def _fits(self, last: dict[Value, int], gone: Sequence[Value], number: int, begin: int) -> bool:
+    def _fits(self, last: dict[Value, int], gone: dict[Value, None], number: int, begin: int) -> bool:
         """Are no more bytes kept for longer, until copies have read them at ``last``, than are let go earlier?"""
         longer = sum(one.buffer.nbytes for one, place in last.items()
                      if not one.buffer.live and self._kept_until(one) < place)
@@ -227,7 +227,7 @@ class _Recomputer:
         own = max((self.place[user] for user in value.users if user in self.place), default=-1)
         return max(own, self.kept_until.get(value, -1))
 
-    def _copy(self, users: list[Node], gone: Sequence[Value], cut: set[Value], needed: dict[Node, int]) -> Copied:
+    def _copy(self, users: list[Node], gone: dict[Value, None], cut: set[Value], needed: dict[Node, int]) -> Copied:
         instead: dict[Value, Value] = {}
         copies: list[Node] = []
         for maker in sorted(needed, key=self.place.__getitem__):
