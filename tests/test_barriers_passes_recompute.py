@@ -156,6 +156,19 @@ def test_copies_for_one_kernel_wait_for_what_another_makes_in_between() -> None:
     assert after.moved < before.moved
 
 
+def test_what_an_earlier_copy_reads_may_itself_be_computed_again_for_a_later_kernel() -> None:
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wave = wide.cos()
+        early = wave * (wave @ w) + wide.t()  # turned round, so that this kernel reads it anyway
+        return (early @ w + wide @ w) @ w * wide
+
+    x, w = made((64, 64), (64, 64))
+    assert {"cos", "_to_copy"} <= {*copies(program, x.bfloat16(), w)}
+    before, after = check(program, x.bfloat16(), w)
+    assert after.moved < before.moved
+
+
 def test_swiglu_keeps_gate_and_input_only() -> None:
     before, after = check(trained(lambda x, a, b, c: ((F.silu(x @ a) * (x @ b)) @ c).square().sum()),
                           *made((64, 32), (32, 48), (32, 48), (48, 32)))

@@ -219,8 +219,8 @@ class _Recomputer:
         """Are no more bytes kept for longer, until copies have read them at ``last``, than are let go earlier?"""
         longer = sum(one.buffer.nbytes for one, place in last.items()
                      if not one.buffer.live and self._kept_until(one) < place)
-        others = [one for one in gone if not one.buffer.live and all(
-            self.place[user] < begin for user in one.users if self.home.get(user) != number)]
+        others = [one for one in gone if not one.buffer.live and self.kept_until.get(one, -1) < begin and all(
+            self.place.get(user, -1) < begin for user in one.users if self.home.get(user) != number)]  # copies: `kept_until`
         return longer <= sum(one.buffer.nbytes for one in others)
 
     def _kept_until(self, value: Value) -> int:
