@@ -13,6 +13,7 @@ from ir_nodes.layout import Layout
 from ir_nodes.node import Arg, BufferKind, Node, Operand, ScalarInput, Target, Value, Write
 
 _META = torch.device("meta")
+_NO_STATISTICS = ("aten::native_batch_norm", "aten::_native_batch_norm_legit")
 _NUMBERS = {"float": 1.0, "double": torch.empty((), dtype=torch.float64, device="meta"), "int": 1, "bool": True, "complex": 1j}
 
 
@@ -200,6 +201,10 @@ def _no_inference(node: Node) -> str | None:
     row = ops.info(node.target)
     if row.data_dependent or row.value_access:
         return "its result depends on data"
+    if node.target in _NO_STATISTICS and not node.args[5]:
+        return "kernels give no statistics in inference, Meta does"
+    if node.target == "aten::_grouped_mm" and node.reads[0].layout.dtype is not torch.bfloat16:
+        return "kernels for CPUs take dtypes that Meta refuses"
     # a mask is turned into positions first, and how many there are depends on data
     masks = (torch.bool, torch.uint8)
     if row.kind in ("gather", "scatter") and any(operand.layout.dtype in masks for operand in node.reads):

@@ -143,6 +143,32 @@ def test_the_norm_of_an_embedding_is_computed_again_in_the_kernel_that_scatters_
     assert after.kernels <= before.kernels and after.moved < before.moved and after.peak <= before.peak
 
 
+def test_copies_for_one_kernel_wait_for_what_another_makes_in_between() -> None:
+    """The last product's kernel computes both factors again; what the second comes from is made after the first one's reader."""
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        first = x.exp()
+        early = first * (first @ w)
+        second = x - (w @ w).mean(-1, keepdim=True)
+        return early + second * (second @ w)
+
+    assert {"exp", "sub"} <= {*copies(program, *made((64, 64), (64, 64)))}
+    before, after = check(program, *made((64, 64), (64, 64)))
+    assert after.moved < before.moved
+
+
+def test_what_an_earlier_copy_reads_may_itself_be_computed_again_for_a_later_kernel() -> None:
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wave = wide.cos()
+        early = wave * (wave @ w) + wide.t()  # turned round, so that this kernel reads it anyway
+        return (early @ w + wide @ w) @ w * wide
+
+    x, w = made((64, 64), (64, 64))
+    assert {"cos", "_to_copy"} <= {*copies(program, x.bfloat16(), w)}
+    before, after = check(program, x.bfloat16(), w)
+    assert after.moved < before.moved
+
+
 def test_swiglu_keeps_gate_and_input_only() -> None:
     before, after = check(trained(lambda x, a, b, c: ((F.silu(x @ a) * (x @ b)) @ c).square().sum()),
                           *made((64, 32), (32, 48), (32, 48), (48, 32)))

@@ -265,3 +265,18 @@ def test_a_missing_meta_kernel_is_reported_not_raised() -> None:
 )
 def test_reach(layout: Layout, span: tuple[int, int]) -> None:
     assert reach(layout) == span
+
+
+def test_batch_norm_in_inference_gives_no_statistics_though_meta_says_so() -> None:
+    one = torch.ones(4)
+    with Recorder() as recorder:
+        out = torch.ops.aten.native_batch_norm(torch.randn(2, 4, 3, 3), one, one, one, one, False, 0.1, 1e-5)
+    assert out[1].shape == (0,)
+    assert any("in inference" in line for line in verify(recorder.finish([out[0]]).graph))
+
+
+def test_grouped_products_in_float32_are_no_error_though_meta_refuses_them() -> None:
+    ends = torch.tensor([3, 8], dtype=torch.int32)
+    with Recorder() as recorder:
+        out = torch._grouped_mm(torch.randn(8, 16), torch.randn(2, 16, 16), ends)
+    assert any("Meta refuses" in line for line in verify(recorder.finish([out]).graph))

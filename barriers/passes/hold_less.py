@@ -13,8 +13,9 @@ from typing import Sequence
 
 from barriers.dependencies import needs, older_values
 from barriers.model import memory
+from barriers.passes.cheap import ROWS, is_cheap, sees_all
 from barriers.passes.dead import eliminate_dead
-from barriers.passes.recompute import ROWS, Copied, Partition, homes, is_cheap, sees_all, traffic
+from barriers.passes.recompute import Copied, Partition, homes, traffic
 from barriers.passes.rewrite import clone, redirect
 from ir_nodes import Graph, Node, Value
 from ir_nodes.estimate import CUDA, cost

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import Callable, Sequence
 
 from barriers.min_cut import NEVER, min_cut
+from barriers.passes.cheap import ROWS, is_cheap, sees_all
 from barriers.passes.dead import eliminate_dead
 from barriers.passes.rewrite import clone, redirect
-from ir_nodes import Graph, Layout, Node, Operand, Value
-from ir_nodes.ops import info, split
+from ir_nodes import Graph, Node, Value
+from ir_nodes.ops import info
 from ir_nodes.remarks import Remarks
 
 Partition = Callable[[Graph], Sequence[tuple[tuple[Node, ...], bool]]]
@@ -26,9 +27,6 @@ MOVES_MORE = "with such copies the kernels would move more bytes in all"
 JOINS_NOTHING = "the copy would not join the kernel that it is for"
 WIDEST = 40
 """Ops that are looked at for one kernel."""
-_ELEMENTWISE = ("pointwise", "fill")
-_COPIES = ("copy_", "clone", "_to_copy", "contiguous")
-ROWS = ("softmax", "normalization", "reduction")
 
 
 def recompute_cheap(graph: Graph, partition: Partition, remarks: Remarks | None = None) -> Graph:
@@ -125,19 +123,21 @@ class _Recomputer:
         cut = min_cut(network.capacity, network.after, network.sources, sinks)
         if cut is None or sum(network.capacity[one] for one in sinks) - sum(network.capacity[one] for one in cut) < LEAST:
             return None
-        users = [node for node in nodes if any(read.value in sinks and read.value not in cut for read in node.reads)]
-        begin = min((self.place[user] for user in users), default=-1)
-        if any(self._overwritten(value) < begin for value in cut) or not users:
+        gone = {one: None for one in sinks if one not in cut}
+        users = sorted((node for node in nodes if any(read.value in gone for read in node.reads)), key=self.place.__getitem__)
+        needed = self._needed(users, gone, cut)
+        last = {read.value: place for maker, place in sorted(needed.items(), key=lambda item: item[1]) for read in maker.reads
+                if read.value in cut}
+        if not users or any(self._overwritten(value) < last.get(value, -1) for value in cut):
             return None
-        gone = [one for one in sinks if one not in cut]
-        if not self._fits(cut, gone, number, begin):
+        if not self._fits(last, gone, number, self.place[users[0]]):
             for one in gone:
                 assert one.producer is not None
                 self.remarks.refused("recompute", one.producer.name, "what it is computed from would have to be kept for longer")
             return None
         for value in cut:
             self.kept_until[value] = max(self._kept_until(value), end)
-        return self._copy(users, sinks, cut, begin)
+        return self._copy(users, gone, cut, needed)
 
     def _operands(self, nodes: Sequence[Node], number: int) -> tuple[list[Value], set[Value]]:
         """What other kernels write for this one: values that copies might stand for, and all the rest that it reads."""
@@ -201,35 +201,42 @@ class _Recomputer:
         home = self.home.get(node, -1)
         return home >= 0 and self.kernels[home][1]
 
-    def _fits(self, cut: set[Value], gone: Sequence[Value], number: int, begin: int) -> bool:
-        """Are no more bytes kept for longer than are let go earlier?"""
-        longer = sum(one.buffer.nbytes for one in cut if not one.buffer.live and self._kept_until(one) < begin)
-        others = [one for one in gone if not one.buffer.live and all(
-            self.place[user] < begin for user in one.users if self.home.get(user) != number)]
+    def _needed(self, users: Sequence[Node], gone: dict[Value, None], cut: set[Value]) -> dict[Node, int]:
+        """What has to run again so that ``users``, in graph order, find copies of ``gone``, and where: each right before the
+        first of them that needs it. Further up, another kernel between two of them may not have made what it reads."""
+        found: dict[Node, int] = {}
+        for user in users:
+            waiting = [read.value for read in user.reads if read.value in gone]
+            while waiting:
+                maker = waiting.pop().producer
+                assert maker is not None
+                if maker not in found:
+                    found[maker] = self.place[user]
+                    waiting += [read.value for read in maker.reads if read.value not in cut]
+        return found
+
+    def _fits(self, last: dict[Value, int], gone: dict[Value, None], number: int, begin: int) -> bool:
+        """Are no more bytes kept for longer, until copies have read them at ``last``, than are let go earlier?"""
+        longer = sum(one.buffer.nbytes for one, place in last.items()
+                     if not one.buffer.live and self._kept_until(one) < place)
+        others = [one for one in gone if not one.buffer.live and self.kept_until.get(one, -1) < begin and all(
+            self.place.get(user, -1) < begin for user in one.users if self.home.get(user) != number)]  # copies: `kept_until`
         return longer <= sum(one.buffer.nbytes for one in others)
 
     def _kept_until(self, value: Value) -> int:
         own = max((self.place[user] for user in value.users if user in self.place), default=-1)
         return max(own, self.kept_until.get(value, -1))
 
-    def _copy(self, users: list[Node], sinks: Sequence[Value], cut: set[Value], begin: int) -> Copied:
-        makers: dict[Node, None] = {}
-        waiting = [one for one in sinks if one not in cut]
-        while waiting:
-            maker = waiting.pop().producer
-            assert maker is not None
-            if maker not in makers:
-                makers[maker] = None
-                waiting += [read.value for read in maker.reads if read.value not in cut]
+    def _copy(self, users: list[Node], gone: dict[Value, None], cut: set[Value], needed: dict[Node, int]) -> Copied:
         instead: dict[Value, Value] = {}
         copies: list[Node] = []
-        for maker in sorted(makers, key=self.place.__getitem__):
+        for maker in sorted(needed, key=self.place.__getitem__):
             copies.append(clone(self.graph, maker, {old: new for old, new in instead.items() if old not in cut}, users[0]))
             instead.update(zip((write.value for write in maker.writes), (write.value for write in copies[-1].writes)))
-        mine = {old: new for old, new in instead.items() if old in sinks and old not in cut}
+            self.inserted.setdefault(needed[maker], []).append(copies[-1])
+        mine = {old: instead[old] for old in gone}
         for user in users:
             redirect(user, mine)
-        self.inserted.setdefault(begin, []).extend(copies)
         return Copied(copies, users, mine)
 
 
@@ -255,40 +262,6 @@ class Space:
         if info(node.target).kind in ROWS:
             return self.reduces and largest == self.numel
         return node.writes[0].layout.numel in (self.numel, *self.kept)
-
-
-def is_cheap(node: Node) -> bool:
-    """Elementwise ops, casts, fills and reductions of rows, which give the same bits again and fill new memory."""
-    row = info(node.target)
-    if node.effects or not node.writes or row.random or row.hidden_writes or split(node.target)[0] != "aten":
-        return False
-    if not all(write.base is None and write.layout.covers(write.value.buffer.nbytes) for write in node.writes):
-        return False
-    if row.kind in ROWS:
-        return node.reads[0].layout.is_contiguous and reduces_rows(node)
-    return row.kind in _ELEMENTWISE or row.name in _COPIES
-
-
-def reduces_rows(node: Node) -> bool:
-    """Does each result depend on neighbouring elements only, and are there several?"""
-    full, outs = node.reads[0].layout, [write.layout for write in node.writes]
-    dims = {"softmax": node.args[1:2], "normalization": ()}.get(info(node.target).kind)
-    if dims is not None:
-        last = not dims or dims[0] in (-1, len(full.size) - 1)
-        return last and info(node.target).name in ("_softmax", "_log_softmax", "native_layer_norm")
-    kept = outs[0].size[:-1] == full.size[:-1] and len(full.size) > 1 and outs[0].numel * full.size[-1] == full.numel
-    return len(outs) == 1 and kept and outs[0].numel > 1 and info(node.target).name in ("mean", "sum", "amax", "amin")
-
-
-def sees_all(read: Operand, maker: Node) -> bool:
-    """Does ``read`` see what ``maker`` wrote, element after element?"""
-    written = next(write.layout for write in maker.all_writes() if write.value is read.value)
-    return _same_elements(read.layout, written)
-
-
-def _same_elements(one: Layout, other: Layout) -> bool:
-    plain = one.is_contiguous and other.is_contiguous and one.numel == other.numel
-    return one == other or (plain and one.dtype is other.dtype and one.offset == other.offset and not one.flipped)
 
 
 def homes(kernels: Sequence[tuple[tuple[Node, ...], bool]]) -> dict[Node, int]:
