@@ -93,6 +93,10 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
     return [*allowed, memory_budget] if settings.current().memory_budget else allowed
 
 
+class PassFailed(RuntimeError):
+    """An optimisation raised, which names it; the graph is half rewritten. The cause is what it raised."""
+
+
 @dataclass(frozen=True, slots=True)
 class PassRun:
     """What one pass did: its name, how long it took in milliseconds, and the node counts around it."""
@@ -115,14 +119,18 @@ def run_passes(
 ) -> tuple[Graph, list[PassRun]]:
     """Run ``passes`` in order; ``check`` verifies the graph before and after each, ``observe`` sees the graph after each.
 
-    Returns the last graph and one `PassRun` for each pass. Raises VerificationError, which names the pass, under ``check``.
+    Returns the last graph and one `PassRun` for each pass. Raises PassFailed, and VerificationError, which names the pass, under
+    ``check``.
     """
     if check:
         verify(graph)
     runs: list[PassRun] = []
     for step in passes:
         before, start = len(graph.nodes), time.perf_counter()
-        graph = step(graph)
+        try:
+            graph = step(graph)
+        except Exception as error:
+            raise PassFailed(f"the pass {step.__name__} failed, {type(error).__name__}: {error}") from error
         runs.append(PassRun(step.__name__, (time.perf_counter() - start) * 1e3, before, len(graph.nodes)))
         if check:
             verify(graph, after=step.__name__)

@@ -47,7 +47,9 @@ def longest_held(body: Body, tuning: Tuning) -> int:
 def longest_in_strips(body: Body, tuning: Tuning) -> int:
     """The same where strips hold it."""
     alone = loads(body) < 2 and walks_again(body) and any(pairs(body))
-    return (tuning.held_loss if makes_gradient(body) else tuning.held) if alone else longest_held(body, tuning)
+    if alone and makes_gradient(body):
+        return tuning.held_loss if narrow(body) else 2 * tuning.held_loss
+    return tuning.held if alone else longest_held(body, tuning)
 
 
 def _read_again(body: Body) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Callable, Iterator, Sequence
 import torch.distributed as dist
 
 from barriers.collectives import join_launches, part_stages, release_waits, sink_waits
-from barriers.pipeline import ordered_passes, run_passes
+from barriers.pipeline import PassFailed, ordered_passes, run_passes
 from codegen import engines
 from codegen.early import Known, known
 from codegen.engine import Context, EngineError
@@ -55,6 +55,16 @@ def uncollected() -> Iterator[None]:
 @uncollected()
 def compile_recording(native: ModuleType, recording: Recording, device: int) -> Program:
     """The program for ``recording`` on device ``device``. Runs once per cache miss, under the GIL."""
+    try:
+        return compiled(native, recording, device)
+    except PassFailed as failed:  # an optimisation that has a fault must not cost the user the step
+        warnings.warn(f"lazysched: {failed}. The recording is compiled without optional passes; please report this.",
+                      RuntimeWarning, stacklevel=2)
+        return compiled(native, recording, device, optional=False)
+
+
+def compiled(native: ModuleType, recording: Recording, device: int, optional: bool = True) -> Program:
+    """The program; ``optional``: with the passes that a graph can do without. Raises PassFailed."""
     now, lowered, remarks = settings.current(), Lowered(), Remarks()
     varying.note(recording)
     graph = to_graph(recording, segments.calls)
@@ -70,7 +80,7 @@ def compile_recording(native: ModuleType, recording: Recording, device: int) -> 
         part_stages(graph)
         for check in before_first_run:
             check(graph)
-    if not orders.debugging():  # which runs the program's order too
+    if optional and not orders.debugging():  # which runs the program's order too
         shared, gone = (partial(one, lowered=lowered) if engine_name() == "triton" else None for one in (partition, unstored))
         graph, _ = run_passes(graph, ordered_passes(shared, remarks, gone, replays(), on_gpu()), check=now.verify)
     if "graph" in now.debug:
