@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import pytest
 import torch
@@ -14,9 +14,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lazy_backend
+from ir_nodes import settings
 
 DRAWS_LIKE_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU dropout draws CUDA's numbers, not the CPU's")
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+@pytest.fixture(autouse=True)
+def verified() -> Iterator[None]:
+    with settings.override(verify=True):
+        yield
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
