@@ -1,4 +1,5 @@
-"""Every LAZYSCHED_* setting: its type, default and meaning, read from the environment once. Imports `ir_nodes.optimisations`.
+"""Every LAZYSCHED_* setting: its type, default and meaning, read from the environment once. Imports `ir_nodes.optimisations`
+and `ir_nodes.setting_values`.
 
 The only file that reads environment variables. `current()` is what the other packages ask.
 """
@@ -8,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ir_nodes import setting_values as parse
 from ir_nodes.optimisations import OPTIMISATIONS
 
 PREFIX = "LAZYSCHED_"
@@ -67,59 +68,6 @@ class Row:
     parse: Callable[[str], Any]
 
 
-def _choice(*names: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in names:
-            raise ValueError
-        return text
-
-    return parse
-
-
-def _bool(text: str) -> bool:
-    word = text.lower()
-    if word in ("1", "true", "on", "yes"):
-        return True
-    if word in ("0", "false", "off", "no"):
-        return False
-    raise ValueError
-
-
-def _positive(text: str) -> int:
-    if not re.fullmatch(r"[0-9]+", text) or int(text) == 0:
-        raise ValueError
-    return int(text)
-
-
-def _bytes(text: str) -> int:
-    if text in ("auto", "none"):
-        return 0
-    match = re.fullmatch(r"([0-9]+)([KMG]?)", text)
-    if not match:
-        raise ValueError
-    return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2]]
-
-
-def _path(text: str) -> Path:
-    if not text or "\0" in text:
-        raise ValueError
-    return Path(text).expanduser()
-
-
-def _optional_path(text: str) -> Path | None:
-    return _path(text) if text else None
-
-
-def _names(*names: str) -> Callable[[str], frozenset[str]]:
-    def parse(text: str) -> frozenset[str]:
-        words = frozenset(word.strip() for word in text.split(",") if word.strip())
-        if not words <= set(names):
-            raise ValueError
-        return words
-
-    return parse
-
-
 def _default_cache(environment: Mapping[str, str]) -> str:
     base = environment.get("XDG_CACHE_HOME", "")
     return os.path.join(base if os.path.isabs(base) else "~/.cache", "lazysched")
@@ -132,57 +80,69 @@ def _row(name: str, valid: str, default: str, parse: Callable[[str], Any], doc: 
 _BOOL = "0, 1, false, true, off, on, no, yes"
 _DEBUG = ("barriers", "kernels", "graph")
 _ROWS = (
-    _row("engine", "auto, aten, triton, inductor", "auto", _choice("auto", "aten", "triton", "inductor"),
+    _row("engine", "auto, aten, triton, inductor", "auto", parse.choice("auto", "aten", "triton", "inductor"),
          "what runs a graph; auto: triton on CUDA, aten on CPU; inductor: torch's own compiler, C++ on CPUs", changes_code=True),
-    _row("device", "auto, cpu, cuda", "auto", _choice("auto", "cpu", "cuda"),
+    _row("device", "auto, cpu, cuda", "auto", parse.choice("auto", "cpu", "cuda"),
          "the physical device; auto: cuda if there is one, else cpu", changes_code=True),
-    _row("mode", "lazy, eager", "lazy", _choice("lazy", "eager"), "eager runs every op at once, synchronously"),
-    _row("auto_barrier", _BOOL, "1", _bool, "a barrier at the end of `optimizer.step()`"),
-    _row("start_early", "auto, always, never", "auto", _choice("auto", "always", "never"),
+    _row("mode", "lazy, eager", "lazy", parse.choice("lazy", "eager"), "eager runs every op at once, synchronously"),
+    _row("auto_barrier", _BOOL, "1", parse.boolean, "a barrier at the end of `optimizer.step()`"),
+    _row("start_early", "auto, always, never", "auto", parse.choice("auto", "always", "never"),
          "on a GPU that has nothing to do, a known step begins while it is recorded; always: on a busy one and a CPU, too"),
-    _row("max_ops", "an integer above 0", "20000", _positive, "recorded ops that force a barrier"),
-    _row("max_pending_bytes", "auto or bytes such as 4096, 64K, 512M, 2G", "auto", _bytes,
+    _row("max_ops", "an integer above 0", "20000", parse.positive, "recorded ops that force a barrier"),
+    _row("max_pending_bytes", "auto or bytes such as 4096, 64K, 512M, 2G", "auto", parse.nbytes,
          "bytes of unrun results that force a barrier; auto (or 0): chosen by the device"),
-    _row("memory_budget", "none or bytes such as 512M, 20G", "none", _bytes,
+    _row("memory_budget", "none or bytes such as 512M, 20G", "none", parse.nbytes,
          "bytes that a step may hold, its inputs and results included, before values are computed again instead of being kept",
          changes_code=True),
-    _row("cache_dir", "a path", "~/.cache/lazysched", _path,
+    _row("cache_dir", "a path", "~/.cache/lazysched", parse.path,
          "folder of compiled code; by default in `$XDG_CACHE_HOME` where that is set"),
-    _row("cache_size", "an integer above 0", "256", _positive, "executables kept in memory, the least recently used goes first"),
-    _row("debug", "a comma-separated list of " + ", ".join(_DEBUG), "", _names(*_DEBUG),
+    _row("cache_size", "an integer above 0", "256", parse.positive,
+         "executables kept in memory, the least recently used goes first"),
+    _row("debug", "a comma-separated list of " + ", ".join(_DEBUG), "", parse.names(*_DEBUG),
          "prints each barrier with its reason, each generated kernel with its path, each graph"),
-    _row("disable", "a comma-separated list of " + ", ".join(OPTIMISATIONS), "", _names(*OPTIMISATIONS),
+    _row("disable", "a comma-separated list of " + ", ".join(OPTIMISATIONS), "", parse.names(*OPTIMISATIONS),
          "optimisations to do without; `ir_nodes/optimisations.py` says what each does", changes_code=True),
-    _row("autotune", _BOOL, "0", _bool,
+    _row("autotune", _BOOL, "0", parse.boolean,
          "on a GPU, measures what is new to the machine: large kernels in several block sizes, and large products in 16 bits by "
          "the algorithms that cuBLASLt suggests, whose last bits may differ, as with `torch.backends.cudnn.benchmark`; products "
          "by another algorithm than PyTorch's do not begin early (`LAZYSCHED_START_EARLY`)",
          changes_code=True),
-    _row("benchmark_fusion", _BOOL, "0", _bool,
+    _row("benchmark_fusion", _BOOL, "0", parse.boolean,
          "on a GPU, measures whether reductions are faster with or without the work before and after them", changes_code=True),
-    _row("templates", _BOOL, "0", _bool,
+    _row("templates", _BOOL, "0", parse.boolean,
          "on a GPU, measures whether matrix products are faster in one kernel with what follows them", changes_code=True),
-    _row("attention", "eager, triton", "eager", _choice("eager", "triton"),
+    _row("attention", "eager, triton", "eager", parse.choice("eager", "triton"),
          "triton: on a GPU, attention with dropout in kernels of our own, which drop other elements than eager mode's for a seed",
          changes_code=True),
-    _row("check_indices", _BOOL, "1", _bool, "kernels stop at an index out of range, as eager mode does", changes_code=True),
-    _row("verify", _BOOL, "0", _bool, "checks the IR after each pass"),
-    _row("frames", _BOOL, "1", _bool, "notes the user's source line for each op"),
-    _row("schedule", "a path to a JSON file", "", _optional_path, "segments, hooks and a schedule for an unchanged program"),
+    _row("check_indices", _BOOL, "1", parse.boolean,
+         "kernels stop at an index out of range, as eager mode does", changes_code=True),
+    _row("verify", _BOOL, "0", parse.boolean, "checks the IR after each pass"),
+    _row("frames", _BOOL, "1", parse.boolean, "notes the user's source line for each op"),
+    _row("schedule", "a path to a JSON file", "", parse.optional_path, "segments, hooks and a schedule for an unchanged program"),
     Row("CXX", "cxx", "a C++20 compiler", "", "the compiler of the native core; by default c++, g++ or clang++", False, str),
 )
 _BY_FIELD = {row.field: row for row in _ROWS}
 _BY_VARIABLE = {row.variable: row for row in _ROWS}
 
 _current: Settings | None = None
+_usual: Settings | None = None  # what the environment asks for
+
+changed: list[Callable[[], None]] = []
+"""Called when a block with other settings begins, and when it has ended."""
 
 
 def current() -> Settings:
     """The settings in force. Reads the environment at the first call. Raises SettingsError."""
-    global _current
+    global _current, _usual
     if _current is None:
-        _current = read(os.environ)
+        _current = _usual = read(os.environ)
     return _current
+
+
+def unusual() -> str:
+    """Tells settings that change generated code from those of the environment; "" for these."""
+    key = current().code_key()
+    return "" if _usual is None or key == _usual.code_key() else f"settings {hash(key)}"
 
 
 def enabled(optimisation: str) -> bool:
@@ -218,9 +178,16 @@ def override(**values: Any) -> Iterator[Settings]:
         merged[field] = _parse(_BY_FIELD[field], _as_text(value))
     _current = Settings(**merged)
     try:
+        _tell()
         yield _current
     finally:
         _current = before
+        _tell()
+
+
+def _tell() -> None:
+    for listener in changed:
+        listener()
 
 
 def child_environment(**values: Any) -> dict[str, str]:

@@ -108,6 +108,11 @@ def configure(core: ModuleType) -> None:
                                now.frames, ALWAYS if now.start_early == "always" else IDLE))
 
 
+def reconfigure() -> None:
+    if _core is not None:
+        configure(_core)
+
+
 def default_pending_bytes() -> int:
     if physical_is_cuda():
         total = torch.cuda.get_device_properties(0).total_memory
@@ -119,3 +124,6 @@ def default_pending_bytes() -> int:
 def _mark_forked() -> None:
     global _forked
     _forked = True
+
+
+settings.changed.append(reconfigure)

@@ -114,7 +114,7 @@ def enforce(owner: int, demands: Demands | None) -> None:
 def renew_key() -> None:
     wishes, hooks = wanted(), hooks_now()
     text = "\n".join([*(f"{wish.owner} {wish} {wish.moves.name}" for wish in wishes), *(f"{h.owner} {h.number}" for h in hooks)])
-    text += "debug" * debugging() + "measure" * measuring() + switches.key()
+    text += "debug" * debugging() + "measure" * measuring() + switches.key() + settings.unusual()
     global _key
     _key = hash(text) & (2**63 - 1) if text else 0
     if core.is_started():
@@ -227,3 +227,4 @@ os.register_at_fork(after_in_child=_after_fork)
 core.at_start(set_key)
 on_hooks.append(renew_key)
 switches.changed.append(renew_key)
+settings.changed.append(renew_key)

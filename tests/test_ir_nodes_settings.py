@@ -127,3 +127,15 @@ def test_table_has_a_row_for_every_field() -> None:
     rows = settings.table()
     assert len(rows) == len(settings.Settings.__dataclass_fields__)
     assert all(variable and doc for variable, _, _, doc, _ in rows)
+
+
+def test_blocks_with_other_settings_are_told_to_who_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, bool]] = []
+    monkeypatch.setattr(settings, "changed", [lambda: seen.append((settings.current().engine, bool(settings.unusual())))])
+    usual = settings.current().engine
+    other = "aten" if usual != "aten" else "triton"
+    with settings.override(engine=other), settings.override(debug={"graph"}):
+        pass
+    with pytest.raises(ZeroDivisionError), settings.override(verify=True):
+        1 / 0  # noqa: B018
+    assert seen == [(other, True), (other, True), (other, True), (usual, False), (usual, False), (usual, False)]

@@ -28,7 +28,7 @@ STEPS = 5 if ON_GPU else 2
 BOUNDS = {True: {"rtol": 4e-2, "atol": 4e-2}, False: {"rtol": 1e-2, "atol": 1e-2} if ON_GPU else {"rtol": 1e-4, "atol": 1e-4}}
 """Of bfloat16, and of float32, which is TF32 on a GPU."""
 _batches = itertools.count(2)
-"""One for each recording that must not be found compiled: settings are no part of its key."""
+"""One for each recording that must not be found compiled."""
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,7 @@ NEAR = {torch.float32: {"rtol": 1e-2, "atol": 1e-2} if ON_GPU else EXACT, torch.
 STEPS = 6
 """On a GPU the third replays."""
 _batches = itertools.count(2)
-"""One for each recording that must not be found compiled: settings are no part of its key."""
+"""One for each recording that must not be found compiled."""
 
 
 @pytest.fixture(autouse=True)
