@@ -14,8 +14,9 @@ from codegen.tile import Axis, Strides, Tile, warps_for
 from codegen.tuning import Tuning, power_of_two, snug_block
 from ir_nodes import settings
 
-MANY = 5
-"""Operands of which more are read and written faster with fewer elements a thread: an optimizer's in bfloat16, by 3 %."""
+MANY, WRITTEN = 5, 2
+"""Operands, and results among them, of which more are moved faster with fewer elements a thread: an optimizer's in bfloat16, by
+3 %. A rotary embedding's one result, from as many operands, takes a half longer so."""
 
 
 def _lane(body: Body, strides: Strides, tuning: Tuning) -> int:
@@ -27,7 +28,8 @@ def _lane(body: Body, strides: Strides, tuning: Tuning) -> int:
     moved, widest = sum(width for _, width in widths), max((width for _, width in widths), default=4)
     if ("store", 1) in widths and widest > 1:  # so that threads have as many elements of a mask as of what it masks
         lane = min(lane, 16 // widest)
-    most = tuning.thread_bytes // (2 if len(widths) > MANY else 1)
+    many = len(widths) > MANY and sum(stage == "store" for stage, _ in widths) > WRITTEN
+    most = tuning.thread_bytes // (2 if many else 1)
     while lane > 4 and lane * moved > most:
         lane //= 2
     return lane

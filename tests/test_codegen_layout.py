@@ -77,3 +77,13 @@ def test_few_programs_have_more_threads(program: Callable[..., Any]) -> None:
         return elements / (32 * step.kernel.num_warps)
 
     assert lane(48) <= 2 * HOPPER.few_lane < lane(9000)
+
+
+def test_many_results_take_fewer_elements_a_thread_and_many_operands_alone_do_not() -> None:
+    def per_thread(step: KernelStep) -> int:
+        return dict(step.kernel.constexprs)["B1"] // (32 * step.kernel.num_warps)
+
+    tensors = [data(1 << 22, dtype=torch.bfloat16, seed=seed) for seed in range(6)]
+    assert per_thread(only(lambda a, b, c, d, e, f: a * b + c * d + e * f, *tensors)) == 8
+    three = only(lambda a, b, c, d, e, f: (a * b + c, a - d, b + e * f), *tensors)
+    assert per_thread(three) == 4
