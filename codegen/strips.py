@@ -52,8 +52,8 @@ def walking_warps(body: Body, strip: int) -> int:
 
 
 def _can_be_cut(body: Body) -> bool:
-    """Are rows reduced from their own elements, and not scanned? Rows that are only summed beside their columns are through faster
-    as one block."""
+    """Are rows reduced from their own elements, and not scanned? Rows that are only summed beside their columns are through
+    faster as one block."""
     reduces = [step for step in body.steps if step.stage == "reduce" and not step.across]
     if not reduces or any(step.args[0].level != FULL for step in reduces) or any(step.stage == "scan" for step in body.steps):
         return False
