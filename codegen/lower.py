@@ -10,6 +10,7 @@ from codegen import (
     draws,
     indexing,
     joining,
+    losses,
     normalisation,
     optimizers,
     pooling,
@@ -61,6 +62,7 @@ REDUCTIONS: dict[str, Lowered] = {
     "nll_loss_forward": cross_entropy.lower_nll_forward,
     "nll_loss_backward": cross_entropy.lower_nll_backward,
     "embedding_dense_backward": indexing.lower_embedding_backward,
+    **losses.LOWERED,
     **scans.SCANS,
 }
 """Keyed by `ir_nodes.node.Node.name`."""

@@ -208,11 +208,12 @@ class Lowering:
         return self.add(Instr("put", value.dtype, FULL, (value, *(index for index, _, _ in indices)), how, access,
                               tuple((stride, extent) for _, stride, extent in indices)))
 
-    def check(self, index: Instr, count: int, but: Instr | None = None) -> Instr:
-        """``index``, which has to lie from 0 to below ``count`` or be ``but``: a kernel that finds another one stops."""
+    def check(self, index: Instr, count: int, but: Instr | None = None, wrong: str = "an index is out of range") -> Instr:
+        """``index``, which has to lie from 0 to below ``count`` or be ``but``: a kernel that finds another one stops and says
+        what is ``wrong``."""
         if not settings.current().check_indices:
             return index
-        text = f"{self.part.node.target}: an index is out of range"
+        text = f"{self.part.node.target}: {wrong}"
         return self.add(Instr("check", index.dtype, index.level, (index, but) if but else (index,), text, payload=count))
 
     def gather(self, operand: Operand, dim: int, index: Instr) -> Instr:

@@ -48,15 +48,20 @@ def lower_row(node: Node, row: Row, args: Mapping[str, Any], index: int) -> Part
     """The part that computes ``node.writes[index]`` by ``row`` from ``args``, which are named as in the row's text."""
     out = node.writes[index].layout
     lowering = Lowering(node, out.size)
-    dtype = _dtype(row, args, out.dtype)
-    if dtype in HALF and out.dtype not in (*HALF, torch.bool) and row.promote not in ("cast", "result"):
+    lowering.write(index, element(lowering, row, args, out.dtype))
+    return lowering.part
+
+
+def element(lowering: Lowering, row: Row, args: Mapping[str, Any], out: torch.dtype) -> Instr:
+    """``row`` computed from ``args``, which may be instructions, for a result that is held as ``out``."""
+    dtype = _dtype(row, args, out)
+    if dtype in HALF and out not in (*HALF, torch.bool) and row.promote not in ("cast", "result"):
         raise Unsupported("its result is rounded to 16 bits before it is widened")
-    constants = {name: arg for name, arg in args.items() if not isinstance(arg, (Operand, ScalarInput))}
-    half = TRITON_TYPES[dtype] if dtype in HALF and not node.name.startswith("_foreach_") else ""
+    constants = {name: arg for name, arg in args.items() if not isinstance(arg, (Operand, ScalarInput, Instr))}
+    half = TRITON_TYPES[dtype] if dtype in HALF and not lowering.part.node.name.startswith("_foreach_") else ""
     numbers = frozenset(name for name, arg in args.items() if isinstance(arg, ScalarInput))
     text = row.text(Case(compute_dtype(dtype), constants, half, numbers)) if callable(row.text) else row.text
-    lowering.write(index, _evaluate(lowering, row, text, args, dtype, out.dtype))
-    return lowering.part
+    return _evaluate(lowering, row, text, args, dtype, out)
 
 
 def _evaluate(lowering: Lowering, row: Row, text: str, args: Mapping[str, Any], dtype: torch.dtype, out: torch.dtype) -> Instr:
@@ -75,6 +80,8 @@ def _read(lowering: Lowering, args: Mapping[str, Any], name: str, row: Row, dtyp
     if name not in args:
         raise Unsupported(f"argument {name} is missing")
     arg = args[name]
+    if isinstance(arg, Instr):
+        return lowering.cast(arg, compute_dtype(dtype))
     exact = row.promote == "compare"  # ATen compares in the common dtype, but computes with numbers unrounded
     return lowering.read(arg, dtype if exact or isinstance(arg, Operand) else compute_dtype(dtype))
 

@@ -178,9 +178,11 @@ def emit_interpreted(step: KernelStep, kernel: Interpreted, base: int) -> Emit:
         with _lock:  # the interpreter changes triton.language while it runs
             try:
                 launch(step, kernel, memory, scratch, scalars)
-            except IndexError as error:
+            except (IndexError, RuntimeError) as error:
                 places = [f"{node.frame}" for node in step.nodes if node.frame and str(error).startswith(f"{node.target}:")]
-                raise IndexError(f"{error} (recorded at {' or '.join(places)})" if places else str(error)) from error
+                if not places:
+                    raise
+                raise type(error)(f"{error} (recorded at {' or '.join(places)})") from error
 
     use = kernel_use(step)
     touched = [*use.buffers, *(base + index for index in use.temporaries)]

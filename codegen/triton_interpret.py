@@ -96,10 +96,12 @@ def _assembly(text: str, constraints: str, args: Any, dtype: Any, is_pure: bool,
 
 
 def _assert(condition: Any, message: Any = "", mask: Any = None) -> None:
-    """`tl.device_assert`, which the interpreter passes over. Raises IndexError: kernels assert nothing else."""
+    """`tl.device_assert`, which the interpreter passes over. Raises IndexError for an index, RuntimeError for other elements, as
+    ATen does on CPUs."""
     valid = condition.handle.data if mask is None else condition.handle.data | ~mask.handle.data
     if not valid.all():
-        raise IndexError(getattr(message, "value", message))
+        text = str(getattr(message, "value", message))
+        raise (IndexError if "an index" in text else RuntimeError)(text)
 
 
 def _argument(value: Any, kind: str) -> Any:

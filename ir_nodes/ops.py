@@ -53,8 +53,8 @@ _KINDS: dict[str, str] = {
         """,
     "softmax": "_log_softmax _log_softmax_backward_data _masked_softmax _safe_softmax _softmax _softmax_backward_data",
     "loss": """
-        _ctc_loss _ctc_loss_backward binary_cross_entropy huber_loss mse_loss nll_loss2d_backward nll_loss2d_forward
-        nll_loss_backward nll_loss_forward smooth_l1_loss
+        _ctc_loss _ctc_loss_backward binary_cross_entropy binary_cross_entropy_with_logits huber_loss mse_loss
+        nll_loss2d_backward nll_loss2d_forward nll_loss_backward nll_loss_forward smooth_l1_loss
         """,
     "pool": """
         _adaptive_avg_pool2d _adaptive_avg_pool2d_backward adaptive_max_pool2d adaptive_max_pool2d_backward avg_pool2d
