@@ -15,6 +15,7 @@ from typing import Any, Sequence
 import torch
 
 from codegen.attention_launches import Drawn, draw, forward, gradients
+from codegen.engine import Context
 from codegen.kernel import ExternStep, KernelStep, Plan, Temporary
 from codegen.lowering import arguments
 from codegen.promotion import HALF
@@ -41,14 +42,18 @@ MOST_ELEMENTS = 1 << 31
 """Places in a tensor, or in the words of a head, that 32 bits tell."""
 
 
-def use_kernels(plan: Plan, graph: Graph, device: int, numbers: Sequence[Any], remarks: Remarks | None = None) -> Plan:
-    """The plan for CUDA device ``device`` with kernels instead of ATen's calls, where they are asked for."""
+def use_kernels(plan: Plan, graph: Graph, context: Context) -> Plan:
+    """The plan with kernels instead of ATen's calls, where they are asked for."""
     if settings.current().attention != "triton" or not settings.enabled("attention"):
         return plan
-    if torch.cuda.get_device_capability(device) < CAPABILITY:
-        (remarks or Remarks()).refused("attention", "", "the kernels are measured on Hopper GPUs only, and this one is older")
+    remarks = context.remarks or Remarks()
+    if context.redraws:  # a checkpointed layer's first run is in a recording of its own, where nothing tells what it is
+        remarks.refused("attention", "", "the program has read a generator's state, and may draw the same again where ATen does")
         return plan
-    return with_kernels(plan, graph, numbers, remarks)
+    if torch.cuda.get_device_capability(context.device) < CAPABILITY:
+        remarks.refused("attention", "", "the kernels are measured on Hopper GPUs only, and this one is older")
+        return plan
+    return with_kernels(plan, graph, context.numbers, remarks)
 
 
 def with_kernels(plan: Plan, graph: Graph, numbers: Sequence[Any], remarks: Remarks | None = None) -> Plan:

@@ -28,6 +28,7 @@ class Context:
     numbers: Sequence[Any] = ()  # the graph's number inputs in the recording that is compiled; they may differ in any other
     lowered: Lowered | None = None  # what passes over the graph have found out of its nodes
     remarks: Remarks | None = None  # are told what was done and refused
+    redraws: bool = False  # the program may draw the same numbers again, in another recording
     replays: bool = False  # steps run as CUDA graphs, so that what only Python can call costs nothing once it is captured
     measures: bool = True  # what LAZYSCHED_AUTOTUNE and its like ask for is measured, not only remembered
 

@@ -51,7 +51,7 @@ def fuse(graph: Graph, context: Context) -> Plan:
     where = (context.kernel_dir, context.device, timer, remarks)
     sides, products = measured_sides(graph, tuning, *where), measured_products(graph, tuning, *where)
     planned = plan(graph, tuning=tuning, sides=sides, products=products, lowered=context.lowered, remarks=remarks)
-    planned = use_kernels(planned, graph, context.device, context.numbers, remarks)
+    planned = use_kernels(planned, graph, context)
     made = tuned(combine(with_tiles(planned, products)), *where)
     if not context.replays:
         return made

@@ -147,7 +147,7 @@ def plan_steps(graph: Graph, engine: str, device: int, numbers: Sequence[Any], l
     now = settings.current()
     show = show_source if "kernels" in now.debug else None
     context = Context(core.physical_is_cuda(), device, now.cache_dir / "kernels", show, numbers, lowered,
-                      replays=replays())
+                      redraws=orders.state_was_read(), replays=replays())
     try:
         return engines.engine(engine)(graph, context)
     except Exception as error:  # a kernel that cannot be made must not cost the user the step

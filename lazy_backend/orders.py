@@ -33,6 +33,7 @@ from lazy_backend.segments import handle, on_hooks
 _lock = threading.Lock()
 _numbers = itertools.count(1)
 _key = 0
+_state_read = False
 _KEPT_GRAPHS = 16
 
 
@@ -115,10 +116,24 @@ def renew_key() -> None:
     wishes, hooks = wanted(), hooks_now()
     text = "\n".join([*(f"{wish.owner} {wish} {wish.moves.name}" for wish in wishes), *(f"{h.owner} {h.number}" for h in hooks)])
     text += "debug" * debugging() + "measure" * measuring() + switches.key() + settings.unusual()
+    text += "a state was read" * (_state_read and settings.current().attention != "eager")
     global _key
     _key = hash(text) & (2**63 - 1) if text else 0
     if core.is_started():
         set_key(core.get())
+
+
+def note_state_read() -> None:
+    """The program has a generator's state, and may ask for the same numbers again, perhaps in another recording: checkpointed
+    layers do, which have to drop what they dropped before. Kernels that draw otherwise than ATen's are not for it."""
+    global _state_read
+    if not _state_read:
+        _state_read = True
+        renew_key()
+
+
+def state_was_read() -> bool:
+    return _state_read
 
 
 def set_key(native: ModuleType) -> None:

@@ -1,4 +1,5 @@
-"""Seeds and states of the device's generators, as `torch.cuda.random`. Imports `lazy_backend.core` and `lazy_backend.api` only.
+"""Seeds and states of the device's generators, as `torch.cuda.random`. Imports `core`, `api` and `orders` of
+`lazy_backend` only.
 
 Each index has one default generator. A seed given before the device's first use waits for it.
 """
@@ -10,7 +11,7 @@ from typing import Iterable
 
 import torch
 
-from lazy_backend import api, core
+from lazy_backend import api, core, orders
 
 __all__ = ["get_rng_state", "get_rng_state_all", "initial_seed", "manual_seed", "manual_seed_all", "seed", "seed_all",
            "set_rng_state", "set_rng_state_all"]
@@ -55,6 +56,7 @@ def initial_seed() -> int:
 
 def get_rng_state(device: Device = None) -> torch.Tensor:
     """The state as uint8 bytes on the CPU, as the physical device's generator gives it."""
+    orders.note_state_read()
     return generator(api.device_index(device)).get_state()
 
 

@@ -13,6 +13,7 @@ from recording import Recording
 from codegen import attention, triton_compile
 from codegen.attention_source import PRECISION
 from codegen.combo import combine
+from codegen.engine import Context
 from codegen.fuse import plan
 from codegen.kernel import Offset, Plan
 from ir_nodes import Access, BufferKind, Graph, Layout, settings
@@ -195,7 +196,17 @@ def test_nothing_happens_unless_asked(values: dict[str, Any]) -> None:
     recording = Case().recording()
     made = plan(recording.graph)
     with settings.override(**values):
-        assert attention.use_kernels(made, recording.graph, 0, recording.scalars) is made
+        assert attention.use_kernels(made, recording.graph, Context(True, 0, CACHE, numbers=recording.scalars)) is made
+
+
+def test_programs_that_may_draw_again_are_left_to_aten() -> None:
+    """Else a checkpointed layer might drop other elements in its second run, which another recording holds."""
+    recording, remarks = Case().recording(), Remarks()
+    made = plan(recording.graph)
+    with settings.override(attention="triton"):
+        context = Context(True, 0, CACHE, numbers=recording.scalars, remarks=remarks, redraws=True)
+        assert attention.use_kernels(made, recording.graph, context) is made
+    assert "generator's state" in remarks.all()[0][0].why
 
 
 def test_older_gpus_are_left_to_aten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,10 +214,11 @@ def test_older_gpus_are_left_to_aten(monkeypatch: pytest.MonkeyPatch) -> None:
     made = plan(recording.graph)
     with settings.override(attention="triton"):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-        assert len(kernels(attention.use_kernels(made, recording.graph, 0, recording.scalars))) == 4
+        context = Context(True, 0, CACHE, numbers=recording.scalars, remarks=remarks)
+        assert len(kernels(attention.use_kernels(made, recording.graph, context))) == 4
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-        assert attention.use_kernels(made, recording.graph, 0, recording.scalars, remarks) is made
-    assert "Hopper" in remarks.all()[0][0].why
+        assert attention.use_kernels(made, recording.graph, context) is made
+    assert "Hopper" in remarks.all()[-1][0].why
 
 
 def test_steps_wait_for_what_they_read_and_share_no_launch() -> None:

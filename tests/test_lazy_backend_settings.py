@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import lazy_backend
 from ir_nodes import settings
+from lazy_backend import orders
 from tests.barrier_log import barriers_of, settle
 from tests.device import DEVICE
 
@@ -50,3 +52,17 @@ def test_limits_follow_at_once() -> None:
         inside = barriers_of(chain)
     assert [one.kind.label for one in inside][:2] == ["limit", "limit"]
     assert "limit" not in [one.kind.label for one in barriers_of(chain)]
+
+
+def test_reading_a_generators_state_changes_the_key_where_attention_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orders, "_state_read", False)
+    orders.renew_key()
+    compiles_of(1)
+    with settings.override(attention="triton"):
+        compiles_of(1)
+        assert compiles_of(1) == 0
+        torch.lazysched.get_rng_state()
+        assert compiles_of(2) == 1 and orders.state_was_read()
+    assert compiles_of(1) == 0, "elsewhere a state may be read without anything being compiled again"
+    monkeypatch.undo()
+    orders.renew_key()
