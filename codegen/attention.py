@@ -165,8 +165,10 @@ def why_not_shapes(tensors: Sequence[Operand], out: Layout, causal: bool) -> str
 
 
 def why_not_rows(layout: Layout) -> str:
-    if layout.stride[3] != 1 or layout.flipped or layout.size[2] * layout.stride[2] >= MOST_ELEMENTS:
-        return "a tensor's heads don't lie one behind the other"
+    if layout.stride[3] != 1 or layout.flipped:
+        return "a head's elements don't lie one behind the other"
+    if max(layout.stride[0], *(size * stride for size, stride in zip(layout.size[1:], layout.stride[1:]))) >= MOST_ELEMENTS:
+        return "it is too large"
     if any(stride * layout.itemsize % 16 for stride in (*layout.stride[:3], layout.offset)):
         return "a tensor's rows don't start on 16-byte boundaries"
     return ""

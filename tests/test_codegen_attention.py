@@ -221,6 +221,17 @@ def test_older_gpus_are_left_to_aten(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Hopper" in remarks.all()[-1][0].why
 
 
+def test_layouts_that_kernels_do_not_read_are_refused() -> None:
+    def why(size: tuple[int, ...], stride: tuple[int, ...], offset: int = 0) -> str:
+        return attention.why_not_rows(Layout(torch.bfloat16, size, stride, offset))
+
+    assert why((2, 3, 128, 64), (3 * 128 * 64, 128 * 64, 64, 1)) == ""
+    assert why((2, 3, 128, 64), (0, 0, 0, 0)) == "a head's elements don't lie one behind the other"
+    assert "16-byte" in why((2, 3, 128, 64), (128 * 196, 64, 196, 1)) and "16-byte" in why((1, 1, 64, 64), (4096, 4096, 64, 1), 4)
+    for stride in ((1 << 31, 64, 192, 1), (64, 1 << 30, 192, 1), (64, 64, 1 << 24, 1)):
+        assert why((2, 3, 128, 64), stride) == "it is too large"
+
+
 def test_steps_wait_for_what_they_read_and_share_no_launch() -> None:
     case = Case(backwards=2)
     recording = case.recording()
