@@ -92,6 +92,26 @@ def _drop(x, words, row, column, queries, ROWS: tl.constexpr, COLUMNS: tl.conste
 
 '''
 
+_ENTRY = '''@triton.jit
+def {name}({parameters}, B0: tl.constexpr, B1: tl.constexpr,
+           D: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr):
+    block = tl.program_id(0) // group
+'''
+"""How the kernels that attend begin: several heads' programs lie side by side."""
+
+_BY_ROWS = _ENTRY + '''    block = queries // B0 - 1 - block if CAUSAL else block
+    head = tl.program_id(1) * group + tl.program_id(0) % group
+    row = block * B0
+    b = (head // heads).to(tl.int64)
+    h = head % heads
+    factor = {scale} * 1.4426950408889634
+    k += b * kb + h * kh
+    v += b * vb + h * vh
+    words += head.to(tl.int64) * (queries * (keys // 32))
+    tile = tl.load(_tile(q + b * qb + h * qh, row, qt, B0, D))
+'''
+"""For a block of queries of one head. Of causal attention the longest blocks go first."""
+
 FORWARD = HEAD + _BY_QUERY + '''@triton.jit
 def _add(acc, total, top, q, k, v, words, row, column, kt, vt, queries, factor, B0: tl.constexpr, B1: tl.constexpr,
          D: tl.constexpr, MASKED: tl.constexpr):
@@ -107,21 +127,7 @@ def _add(acc, total, top, q, k, v, words, row, column, kt, vt, queries, factor, 
     return tl.dot(p.to(values.dtype), values, acc * shrunk[:, None]), total, higher
 
 
-@triton.jit
-def {name}({parameters}, B0: tl.constexpr, B1: tl.constexpr,
-           D: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr):
-    block = tl.program_id(0) // group
-    block = queries // B0 - 1 - block if CAUSAL else block
-    head = tl.program_id(1) * group + tl.program_id(0) % group
-    row = block * B0
-    b = (head // heads).to(tl.int64)
-    h = head % heads
-    factor = {scale} * 1.4426950408889634
-    k += b * kb + h * kh
-    v += b * vb + h * vh
-    words += head.to(tl.int64) * (queries * (keys // 32))
-    tile = tl.load(_tile(q + b * qb + h * qh, row, qt, B0, D))
-    acc = tl.full([B0, D], 0.0, tl.float32)
+''' + _BY_ROWS + '''    acc = tl.full([B0, D], 0.0, tl.float32)
     total = tl.full([B0], 0.0, tl.float32)
     top = tl.full([B0], float("-inf"), tl.float32)
     whole = row // B1 * B1 if CAUSAL else keys
@@ -134,7 +140,7 @@ def {name}({parameters}, B0: tl.constexpr, B1: tl.constexpr,
     acc = acc * (_inverse(_kept(p)) / total)[:, None]
     tl.store(_tile(out + b * ob + h * oh, row, ot, B0, D), acc.to(out.dtype.element_ty))
 '''
-"""``sums``: log2 of each row's sum of exponentials, [batch * heads, queries]. Of causal attention the longest blocks go first."""
+"""``sums``: log2 of each row's sum of exponentials, [batch * heads, queries]."""
 
 QUERIES = HEAD + _BY_QUERY + '''@triton.jit
 def _add(acc, q, g, top, delta, k, v, words, row, column, kt, vt, queries, factor, B0: tl.constexpr, B1: tl.constexpr,
@@ -149,21 +155,7 @@ def _add(acc, q, g, top, delta, k, v, words, row, column, kt, vt, queries, facto
     return tl.dot(grown.to(keys.dtype), keys, acc)
 
 
-@triton.jit
-def {name}({parameters}, B0: tl.constexpr, B1: tl.constexpr,
-           D: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr):
-    block = tl.program_id(0) // group
-    block = queries // B0 - 1 - block if CAUSAL else block
-    head = tl.program_id(1) * group + tl.program_id(0) % group
-    row = block * B0
-    b = (head // heads).to(tl.int64)
-    h = head % heads
-    factor = {scale} * 1.4426950408889634
-    share = _kept(p)
-    k += b * kb + h * kh
-    v += b * vb + h * vh
-    words += head.to(tl.int64) * (queries * (keys // 32))
-    tile = tl.load(_tile(q + b * qb + h * qh, row, qt, B0, D))
+''' + _BY_ROWS + '''    share = _kept(p)
     g = tl.load(_tile(grad + b * gb + h * gh, row, gt, B0, D))
     made = tl.load(_tile(out + b * ob + h * oh, row, ot, B0, D))
     rows = head.to(tl.int64) * queries + row + tl.arange(0, B0)
@@ -199,11 +191,7 @@ def _add(dk, dv, k, v, q, grad, sums, deltas, words, row, column, qt, gt, querie
     return tl.dot(grown.to(tile.dtype), tile, dk), dv
 
 
-@triton.jit
-def {name}({parameters}, B0: tl.constexpr, B1: tl.constexpr,
-           D: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr):
-    block = tl.program_id(0) // group
-    head = tl.program_id(1) * group + tl.program_id(0) % group
+''' + _ENTRY + '''    head = tl.program_id(1) * group + tl.program_id(0) % group
     column = block * B1
     b = (head // heads).to(tl.int64)
     h = head % heads

@@ -16,7 +16,6 @@ from barriers.pipeline import ordered_passes, run_passes
 from codegen import engines
 from codegen.combo import combine
 from codegen.cuda_graph import told as told_graphs
-from codegen.engine import Context
 from codegen.executable import Emit
 from codegen.explanation import Explanation, StepFacts
 from codegen.explanation import explain as explain_plan
@@ -97,9 +96,7 @@ def explained(graph: Graph, remarks: Remarks | None = None) -> Explanation:
     """The facts of the plan for ``graph``: on a GPU as the triton engine makes it, with what it has measured before."""
     remarks = remarks or Remarks()
     if core.physical_is_cuda() and flush.engine_name() == "triton":
-        folder = settings.current().cache_dir / "kernels"
-        context = Context(True, 0, folder, remarks=remarks, replays=flush.replays(), measures=False)
-        made = engines.engine("triton").fuse(graph, context)
+        made = engines.engine("triton").fuse(graph, flush.context_of(0, remarks=remarks, measures=False))
     else:
         made = combine(plan(graph, remarks=remarks))
     return explain_plan(graph, made, orders.rates(), flush.replays(), remarks)

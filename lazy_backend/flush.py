@@ -144,10 +144,8 @@ def engine_name() -> str:
 
 def plan_steps(graph: Graph, engine: str, device: int, numbers: Sequence[Any], lowered: Lowered) -> tuple[list[Emit], list[int]]:
     """The engine's steps; where it fails, a warning that names the cause, and the aten engine's."""
-    now = settings.current()
-    show = show_source if "kernels" in now.debug else None
-    context = Context(core.physical_is_cuda(), device, now.cache_dir / "kernels", show, numbers, lowered,
-                      redraws=orders.state_was_read(), replays=replays())
+    show = show_source if "kernels" in settings.current().debug else None
+    context = context_of(device, show=show, numbers=numbers, lowered=lowered)
     try:
         return engines.engine(engine)(graph, context)
     except Exception as error:  # a kernel that cannot be made must not cost the user the step
@@ -161,6 +159,12 @@ def plan_steps(graph: Graph, engine: str, device: int, numbers: Sequence[Any], l
             stacklevel=2,
         )
         return engines.engine("aten")(graph, context)
+
+
+def context_of(device: int, **more: Any) -> Context:
+    """What an engine is told of the device, the settings and the program so far, and ``more`` of the graph."""
+    return Context(core.physical_is_cuda(), device, settings.current().cache_dir / "kernels", redraws=orders.state_was_read(),
+                   replays=replays(), **more)
 
 
 def show_source(text: str) -> None:

@@ -7,7 +7,7 @@ import torch
 
 import lazy_backend
 from ir_nodes import settings
-from lazy_backend import orders
+from lazy_backend import flush, orders
 from tests.barrier_log import barriers_of, settle
 from tests.device import DEVICE
 
@@ -63,6 +63,7 @@ def test_reading_a_generators_state_changes_the_key_where_attention_is_ours(monk
         assert compiles_of(1) == 0
         torch.lazysched.get_rng_state()
         assert compiles_of(2) == 1 and orders.state_was_read()
+        assert flush.context_of(0).redraws, "what an engine is told, and a report is made from"
     assert compiles_of(1) == 0, "elsewhere a state may be read without anything being compiled again"
     monkeypatch.undo()
     orders.renew_key()
