@@ -85,29 +85,30 @@ class IndexWriter:
 
     def _cover(self) -> None:
         """A program's share of rows that start off 16-byte boundaries, all of them equally far."""
-        start, share = "", "pid"
+        share = "pid"
         if not self.tile.shares:
             self._line(f"i0 = pid * B0 + {self._arange(0)}")
             self._row_bounds()
         elif not self.tile.mixed:
             self._line(f"across = ({self._extent(1)} + {self.tile.covered - 1} + B1 - 1) // B1")
             self._line("share = pid // across")
-            start, share = "(pid % across) * B1 + ", "share"
+            self._starts[1], share = "(pid % across) * B1", "share"
         width = self.tile.covered
         self._line(f"shift = ({share} * {self.arguments.stride(self.tile.row)}) % {width}  # the same for every row of it")
         if self.tile.strips:
             return
-        self._line(f"at = {start}{self._arange(1)}")
         self._vectors(width)
-        self._split(1)
 
     def _vectors(self, width: int) -> None:
         """Masks of a block that begins on a boundary ``at`` which a row lies across: its elements (m1), vectors with any of them
         (v1), and with nothing else (w1)."""
+        start = self._starts.get(1)
+        self._line(f"at = {start} + {self._arange(1)}" if start else f"at = {self._arange(1)}")
         self._line("i1 = at - shift")
         self._line(f"m1 = (i1 >= 0) & (i1 < {self._extent(1)})")
         self._line(f"v1 = at // {width} * {width} < {self._extent(1)} + shift")
         self._line(f"w1 = (at // {width} * {width} >= shift) & (at // {width} * {width} + {width} <= {self._extent(1)} + shift)")
+        self._split(1)
 
     def _rows(self) -> str:
         """The loop over the rows of a program's share."""
@@ -146,9 +147,7 @@ class IndexWriter:
         self._starts[number] = start
         peeled = self.tile.peel > 1 and number == 1
         if peeled and self.tile.vectors and not self._inside:
-            self._line(f"at = {start} + {self._arange(1)}")
             self._vectors(self.tile.peel)
-            self._split(1)
             return
         if peeled and self._inside:
             self._line(f"at = {start} + {self._arange(1)}")

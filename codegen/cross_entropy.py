@@ -86,19 +86,20 @@ def lower_nll_backward(node: Node, scratch: int) -> list[Part]:
         raise Unsupported("nll_loss without a batch or without a reduction")
     lowering = Lowering(node, source.layout.size)
     column = Layout(target.layout.dtype, (*target.layout.size, 1), (*target.layout.stride, 0), target.layout.offset)
-    index = _in_32_bits(lowering, lowering.load(Operand(target.value, column)))
-    ignored = lowering.read(args["ignore_index"], torch.int64)
+    index = _that_counts(lowering, lowering.load(Operand(target.value, column)), args["ignore_index"])
     grad = lowering.read(args["grad_output"])
     if args["reduction"] == 1:
         grad = divide(lowering, grad, lowering.read(args["total_weight"], grad.dtype))
     if args.get("weight") is not None:
         weight = lowering.read(args["weight"], grad.dtype)
         grad = lowering.expr("{0} * {1}", grad, weight, dtype=grad.dtype)
-    lowering.write(0, lowering.expr(ONE_HOT, lowering.coord(1), index, ignored, grad, dtype=grad.dtype))
+    lowering.write(0, lowering.expr(ONE_HOT, lowering.coord(1), index, grad, dtype=grad.dtype))
     return [lowering.part]
 
 
-def _in_32_bits(lowering: Lowering, index: Instr) -> Instr:
-    """A row's class as an int32, -1 where that is too small: what every element compares with its own place, one instruction
-    instead of two."""
-    return lowering.expr("tl.where(({0} >= 0) & ({0} <= 2147483647), {0}, -1).to(tl.int32)", index, dtype=torch.int32)
+def _that_counts(lowering: Lowering, index: Instr, none: Any) -> Instr:
+    """A row's class as an int32, -1 where it is ``none`` or too small: every element compares its own place with it, in one
+    instruction."""
+    counts = "({0} >= 0) & ({0} <= 2147483647) & ({0} != {1})"
+    ignored = lowering.read(none, index.dtype)
+    return lowering.expr(f"tl.where({counts}, {{0}}, -1).to(tl.int32)", index, ignored, dtype=torch.int32)

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 from codegen.body import Body, BodyBuilder, Scratch
+from codegen.exponents import fold_logarithms
 from codegen.group import Group
 from codegen.instructions import KEPT
 from codegen.kernel import Kernel, KernelStep, Temporary
@@ -73,6 +74,7 @@ def build(group: Group, outside: set[Value]) -> Body:
     body = BodyBuilder(group).build(outside)
     if not group.split:
         sum_one_hots(body)
+    fold_logarithms(body)
     return body
 
 

@@ -68,8 +68,8 @@ FUNCTIONS: dict[str, tuple[str, str, str]] = {  # name: (float32, float64, float
     "grow": ("libdevice.exp", "libdevice.exp", "libdevice.fast_expf"),
     "share": ("tl.math.div_rn", "tl.fdiv", "libdevice.fast_dividef"),
 }
-"""``grow`` is exp where something of at least 1 is added to it, ``share`` a quotient whose divisor is at least 1: there, two
-instructions do what takes five and eight where results may be denormal."""
+"""``grow`` is exp where something of at least 1 is added to it, or where nobody sees whether a denormal result is zero, ``share``
+a quotient whose divisor is at least 1: there, two instructions do what takes five and eight where results may be denormal."""
 
 _LOGIC = (("and", "&"), ("or", "|"), ("xor", "^"))
 LIBDEVICE = frozenset(

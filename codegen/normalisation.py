@@ -18,7 +18,7 @@ from ir_nodes.node import Node, Operand
 
 
 def exp(lowering: Lowering, value: Instr, rough: bool = False) -> Instr:
-    """Exponential, as accurate as the op's result can show; ``rough``: its last bits are lost beside a 1."""
+    """Exponential, as accurate as the op's result can show; ``rough``: denormal results may be zero."""
     rounded = rough or _shown_in_16_bits(lowering.part.node)
     return lowering.expr(f"{function('grow' if rough else 'exp', value.dtype, rounded)}({{0}})", value, dtype=value.dtype)
 
@@ -83,7 +83,9 @@ def lower_softmax_backward(node: Node, scratch: int) -> list[Part]:
         result = lowering.expr("({0} - {2}) * {1}", grad, output, total, dtype=grad.dtype)
     else:
         total = lowering.reduce("add", grad)
-        result = lowering.expr("{0} - {1} * {2}", grad, exp(lowering, output), total, dtype=grad.dtype)
+        # Probabilities that only denormal numbers can tell from zero are zero, where the result has 16 bits.
+        probability = exp(lowering, output, _shown_in_16_bits(node))
+        result = lowering.expr("{0} - {1} * {2}", grad, probability, total, dtype=grad.dtype)
     lowering.write(0, result)
     return [lowering.part]
 

@@ -19,15 +19,16 @@ from codegen.promotion import HALF, TRITON_TYPES
 from ir_nodes.graph import Graph
 from ir_nodes.node import Node, Operand, Value
 
-ONE_HOT = "tl.where(({0} == {1}) & ({1} != {2}), -{3}, 0.0)"
-"""(position in the row, the position that counts, the position that means none, value)"""
+ONE_HOT = "tl.where({0} == {1}, -{2}, 0.0)"
+"""(position in the row, the position that counts or -1, value)"""
 
-_INSIDE = "({0} >= 0) & ({0} < {3}) & ({0} != {1})"
+_ALONE = "tl.where(({0} >= 0) & ({0} < {2}), -{1}, 0.0)"
+"""The same of a whole row: (the position that counts or -1, value, elements in the row)"""
 
 
 @dataclass(frozen=True, slots=True)
 class Hot:
-    """A value whose rows of ``extent`` elements hold one that is not zero. ``instrs`` make ``args``, the last three of `ONE_HOT`,
+    """A value whose rows of ``extent`` elements hold one that is not zero. ``instrs`` make ``args``, the last two of `ONE_HOT`,
     from what nobody overwrites; ``rounding`` is what copies do to the number; ``store`` is how the value is walked."""
 
     instrs: tuple[Instr, ...]
@@ -105,10 +106,9 @@ def known_sums(part: Part, hots: Hots) -> Part:
             for one in hot.instrs:
                 made[one] = replace(one, args=tuple(made[arg] for arg in one.args))
                 out.append(made[one])
-            index, none, value = (made[arg] for arg in hot.args)
+            index, value = (made[arg] for arg in hot.args)
             count = Instr("size", index.dtype, UNIFORM, payload=hot.extent)
-            text = hot.rounding.replace("{0}", f"tl.where({_INSIDE}, -{{2}}, 0.0)")
-            out += [count, Instr("expr", instr.dtype, FULL, (index, none, value, count), text)]
+            out += [count, Instr("expr", instr.dtype, FULL, (index, value, count), hot.rounding.replace("{0}", _ALONE))]
         made[instr] = out[-1]
     return Part(part.node, part.numel, None, out, False, part.after, part.later)
 
@@ -157,8 +157,8 @@ def _along(body: Body, position: Step) -> bool:
 
 
 def _pick(body: Body, total: Step, rounding: str, hot: Step) -> None:
-    _, index, none, value = hot.args
+    _, index, value = hot.args
     count = Step("size", index.dtype, UNIFORM, payload=body.extent)
     body.steps.insert(body.steps.index(total), count)
-    total.stage, total.level, total.args = "expr", KEPT, (index, none, value, count)
-    total.text = rounding.replace("{0}", f"tl.where({_INSIDE}, -{{2}}, 0.0)")
+    total.stage, total.level, total.args = "expr", KEPT, (index, value, count)
+    total.text = rounding.replace("{0}", _ALONE)

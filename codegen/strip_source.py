@@ -117,11 +117,11 @@ class StripWriter(InstructionWriter):
         if not self.tile.covered:
             self._index(1, start)
             return
-        self._line(f"at = {start}{' + ' * bool(start)}{self._arange(1)}")
-        if self._inside:
-            self._line("i1 = at - shift")
-        else:
+        if not self._inside:
             self._vectors(self.tile.covered)
+            return
+        self._line(f"at = {start}{' + ' * bool(start)}{self._arange(1)}")
+        self._line("i1 = at - shift")
         self._split(1)
 
     def _renamed(self, lines: Iterable[str], strip: int) -> list[str]:

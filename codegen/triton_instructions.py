@@ -7,6 +7,7 @@ import torch
 from codegen.addressing import IndexWriter
 from codegen.body import Body, Step
 from codegen.instructions import FULL, UNIFORM
+from codegen.onehot import ONE_HOT
 from codegen.product import Product, product_lines
 from codegen.promotion import HALF, TRITON_TYPES
 from codegen.random_source import random_lines
@@ -100,6 +101,8 @@ class InstructionWriter(IndexWriter):
         elif step.stage == "take":
             widened = ".to(tl.float32)" if step.access and step.access.dtype in HALF else ""
             self._line(f"{self._name(step)} = tl.load({self._scattered(step, step.args)}, other=0){widened}")
+        elif step.stage == "coord" and self._compared(step):
+            self._names[id(step)] = f"({self.position(step)})"
         elif step.stage == "coord":
             self._line(f"{self._name(step)} = {self.position(step)}")
         elif step.stage in ("seed", "offset"):
@@ -119,7 +122,7 @@ class InstructionWriter(IndexWriter):
         elif step.stage == "scan":
             self._scan(step)
         elif step.args:
-            self._line(f"{self._name(step)} = {self._text(step).format(*map(self._name, step.args))}")
+            self._line(f"{self._name(step)} = {self._text(step).format(*self._operands(step))}")
         else:
             self._line(f"{self._name(step)} = tl.full([], {step.text}, {TRITON_TYPES[step.dtype]})")
 
@@ -127,6 +130,20 @@ class InstructionWriter(IndexWriter):
         """The expression; where float32 is computed with a value rounded to bfloat16, rounding is one instruction."""
         wide = step.level == FULL and id(step) in self._wide and not in_bfloat16(step.args[0])
         return "_bf16({0})" if wide and self.tile.packs and step.text == BF16_ROUNDING else step.text
+
+    def _compared(self, place: Step) -> bool:
+        """Does nothing but a `ONE_HOT` need the place?"""
+        return all(step.text == ONE_HOT and step.args[0] is place for step in self.body.steps if place in step.args)
+
+    def _operands(self, step: Step) -> list[str]:
+        """Names of what an expression takes. Where places along axis 1 are compared with a row's, each thread's lanes are, which
+        do not change from block to block, with how far from the block's start that is."""
+        names = [self._name(arg) for arg in step.args]
+        if step.text == ONE_HOT and self._starts.get(1) and self.position(step.args[0]) == "i1":
+            shift = " - shift" if self.tile.peel > 1 or self.tile.covered else ""
+            start = self._starts[1] + shift
+            names[:2] = [self._arange(1), f"{names[1]} - ({start})" if " " in start else f"{names[1]} - {start}"]
+        return names
 
     def _pointer(self, step: Step) -> str:
         assert step.access is not None
@@ -195,6 +212,15 @@ class InstructionWriter(IndexWriter):
             checks.append(f"({index} >= 0) & ({index} < {self.arguments.stride(extent)})")
         return f"{self._pointer(step)} + {offset}, mask={' & '.join(checks)}"
 
+    def _at_an_end(self) -> str:
+        """Whether a block along axis 1 holds an end of its row, where that is known to one number a program; else nothing."""
+        start = self._starts.get(1)
+        if not start or self.tile.peel or self.tile.strips:
+            return ""
+        if self.tile.covered:
+            return f"({start} < shift) | ({start} + B1 > {self._extent(1)} + shift)"
+        return f"{start} + B1 > {self._extent(1)} // {self.tile.ragged} * {self.tile.ragged}"
+
     def _store(self, step: Step) -> None:
         if step.access is not None and step.access.scattered:
             where, mask = self._scattered(step, step.args[1:]).split(", mask=")
@@ -207,9 +233,14 @@ class InstructionWriter(IndexWriter):
             share, axis = ("pid", 1) if step.across else ("share", self._kept_axis())
             offset = f"{share} * {self._extent(axis)} + {offset}"
         (value,) = step.args
+        where = f"{self._pointer(step)} + {offset}" if offset else self._pointer(step)
         if offset in ("base + at", "base + i1") and not self._inside:
             rows = self._rows_guard()
-            self._line(f"tl.store({self._pointer(step)} + {offset}, {self._name(value)}, mask={rows}w1)")
-            mask = f"{rows}m1 & (w1 == 0)"  # the rest of the vectors at both ends
-        where = f"{self._pointer(step)} + {offset}" if offset else self._pointer(step)
+            self._line(f"tl.store({where}, {self._name(value)}, mask={rows}w1)")
+            ends = self._at_an_end()
+            self._line(f"if {ends}:" if ends else "# the rest of the vectors at the row's ends")
+            self._indent += bool(ends)
+            self._line(f"tl.store({where}, {self._name(value)}, mask={rows}m1 & (w1 == 0))")
+            self._indent -= bool(ends)
+            return
         self._line(f"tl.store({where}, {self._name(value)}" + (f", mask={mask})" if mask else ")"))

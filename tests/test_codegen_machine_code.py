@@ -123,6 +123,38 @@ def test_a_losss_gradient_compares_a_place_in_one_instruction() -> None:
     assert count(text, "setp.eq.b64") < 4 and count(text, "setp.ne.b64") < 4
 
 
+@pytest.mark.parametrize("length, room", [(50264, 50264), (50257, 50257)])
+def test_a_losss_gradient_takes_few_instructions(length: int, room: int) -> None:
+    """For each element one difference, two multiply-adds, one exponential, one comparison with its lane's place, one choice."""
+    def program(logits: torch.Tensor, target: torch.Tensor) -> list[torch.Tensor]:
+        logits = logits.detach().requires_grad_()
+        loss = F.cross_entropy(logits.float(), target)
+        return [loss.detach(), *torch.autograd.grad(loss, logits)]
+
+    target = torch.tensor([3, -100, length - 1, 0])
+    made = check(program, padded(4, length, room), target, atol=1e-2, tuning=HOPPER.changed("rewalked=1"))
+    (step,) = [step for step in kernels(made) if "backward" in step.kernel.name]
+    source = step.kernel.source.rpartition("for r in tl.range")[2]
+    assert "tl.arange(0, B1)[None, :] == t" in source and "tl.exp2(" in source
+    text = str(triton_compile.compile_for_hopper(step.kernel, CACHE).handle.asm["ptx"]).partition("bar.sync")[2]
+    assert not count(text, "ex2.approx.f32"), "denormal probabilities would take three instructions more"
+    lanes = count(text, "st.global.v4.b32") * 8
+    assert lanes and count(text, "fma.rn.f32") >= 2 * lanes
+
+
+def test_the_ends_of_rows_cost_columns_nothing_elsewhere() -> None:
+    """Only programs whose block holds an end of the rows store parts of vectors."""
+    def program(grad: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> list[torch.Tensor]:
+        out.copy_(torch.ops.aten.gelu_backward(grad, x))
+        return [out, out.sum(0)]
+
+    narrow = HOPPER.changed("column_width=16,column_tile=64,split_numel=256,split_column=16,covered=16")
+    for length, room in ((101, 104), (101, 101), (99, 99), (96, 104), (16, 24)):
+        made = check(program, *(padded(40, length, room) for _ in range(3)), tuning=narrow, atol=2e-2, rtol=2e-2)
+        sources = [step.kernel.source for step in kernels(made)]
+        assert any("if " in source and "(w1 == 0)" in source for source in sources), (length, room)
+
+
 def test_rows_that_would_leave_registers_empty_are_looped_over() -> None:
     for length, looped in ((5003, True), (4001, False), (5000, False), (1003, False)):
         (step,) = kernels(plan(record(lambda x: x.softmax(-1), rows(64, length))[0].graph))

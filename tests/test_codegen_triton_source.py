@@ -83,10 +83,10 @@ LOSS = '''    pid = tl.program_id(0)
     t3 = tl.load(p1 + i0 * s0 + t0 * s1, mask=(t0 >= 0) & (t0 < s0), other=0).to(tl.float32)
     t4 = t3
     t5 = tl.full([], 1.0, tl.float32)
-    t6 = tl.where((t0 >= 0) & (t0 <= 2147483647), t0, -1).to(tl.int32)
+    t6 = tl.where((t0 >= 0) & (t0 <= 2147483647) & (t0 != t1), t0, -1).to(tl.int32)
     t7 = tl.load(p2)
     t8 = tl.math.div_rn(t5, t7)
-    t10 = tl.where((t6 >= 0) & (t6 < a0) & (t6 != t1), -t8, 0.0)
+    t10 = tl.where((t6 >= 0) & (t6 < a0), -t8, 0.0)
     t11_acc = tl.full([B0, B1 // 8], float("-inf"), tl.float32)
     t12_acc = tl.full([B0, B1 // 8], 0.0, tl.float32)
     for r in tl.range(0, last, B1, num_stages=3):
@@ -122,27 +122,24 @@ LOSS = '''    pid = tl.program_id(0)
         i1 = r + tl.arange(0, B1)[None, :]
         t13 = tl.load(p1 + base + i1).to(tl.float32)
         t14 = t13
-        t18 = i1
-        t19 = tl.where((t18 == t6) & (t6 != t1), -t8, 0.0)
-        t20 = t14 - t11 - t15
-        t21 = tl.exp(t20)
-        t22 = t19 - t21 * t10
-        t23 = t22.to(tl.bfloat16).to(tl.float32)
-        tl.store(p3 + base + i1, t23)
+        t19 = tl.where(tl.arange(0, B1)[None, :] == t6 - r, -t8, 0.0)
+        t20 = tl.exp2((t14 - t11) * 1.4426950408889634 - t15 * 1.4426950408889634)
+        t21 = t19 - t20 * t10
+        t22 = t21.to(tl.bfloat16).to(tl.float32)
+        tl.store(p3 + base + i1, t22)
     i1 = last + tl.arange(0, B1)[None, :]
     m1 = i1 < n1
     v1 = i1 < (n1 + 7) // 8 * 8
     w1 = i1 < n1 // 8 * 8
     t13 = tl.load(p1 + base + i1, mask=v1).to(tl.float32)
     t14 = t13
-    t18 = i1
-    t19 = tl.where((t18 == t6) & (t6 != t1), -t8, 0.0)
-    t20 = t14 - t11 - t15
-    t21 = tl.exp(t20)
-    t22 = t19 - t21 * t10
-    t23 = t22.to(tl.bfloat16).to(tl.float32)
-    tl.store(p3 + base + i1, t23, mask=w1)
-    tl.store(p3 + base + i1, t23, mask=m1 & (w1 == 0))
+    t19 = tl.where(tl.arange(0, B1)[None, :] == t6 - last, -t8, 0.0)
+    t20 = tl.exp2((t14 - t11) * 1.4426950408889634 - t15 * 1.4426950408889634)
+    t21 = t19 - t20 * t10
+    t22 = t21.to(tl.bfloat16).to(tl.float32)
+    tl.store(p3 + base + i1, t22, mask=w1)
+    # the rest of the vectors at the row's ends
+    tl.store(p3 + base + i1, t22, mask=m1 & (w1 == 0))
     tl.store(p4 + i0, t17)
 '''
 
