@@ -158,7 +158,24 @@ class InstructionWriter(IndexWriter):
         if step.args:
             mask += " & " * bool(mask) + f"{self._name(step.args[0])}, other=0"
         where = f"{self._pointer(step)} + {offset}" + (f", mask={mask}" if mask else "") if offset else self._pointer(step)
-        self._line(f"{self._name(step)} = tl.load({where}){widened}")
+        whole = self._whole_block(step, mask)
+        if not whole:
+            self._line(f"{self._name(step)} = tl.load({where}){widened}")
+            return
+        self._line(f"if {whole}:")
+        self._line(f"    {self._name(step)} = tl.load({self._pointer(step)} + {offset})")
+        self._line("else:")
+        self._line(f"    {self._name(step)} = tl.load({where})")
+        if widened:
+            self._line(f"{self._name(step)} = {self._name(step)}{widened}")
+
+    def _whole_block(self, step: Step, mask: str) -> str:
+        """Whether a block of a split reduction's short share lies within it, where its load asks that; else nothing. Loads in a
+        branch of their own are not put off until the first of them has been computed with: all of a thread's are under way
+        together, as they are in loops that load ahead."""
+        tile, axis = self.tile, self.tile.reduced_axis
+        short = tile.looped and tile.share and tile.stages == 1 and not (tile.peel or tile.covered or tile.ragged)
+        return f"r + B{axis} <= end" if short and step.level == FULL and mask == f"m{axis}" else ""
 
     def _scan(self, step: Step) -> None:
         """Rows held whole, or in a loop over blocks, whose last element is what the next block starts from."""

@@ -142,6 +142,18 @@ def test_a_losss_gradient_takes_few_instructions(length: int, room: int) -> None
     assert lanes and count(text, "fma.rn.f32") >= 2 * lanes
 
 
+def test_a_short_shares_loads_are_under_way_together() -> None:
+    """In a branch of their own: ptxas puts what follows a load before the next one."""
+    x = rows(768, 3072)
+    made = check(lambda x: torch.linalg.vector_norm(x.float()), x, tuning=BUSY, rtol=1e-3, atol=0.0)
+    first = kernels(made)[0]
+    assert "if r + B1 <= end:" in first.kernel.source and "num_stages" not in first.kernel.source
+    text = str(triton_compile.compile_for_hopper(first.kernel, CACHE).handle.asm["ptx"])
+    assert len(re.findall(r"^\tld\.global\.v4", text, re.M)) == 4, "a thread's loads, without masks"
+    for length in (9 * 4096, 9 * 4096 + 16, 70_000):
+        check(lambda x: x.sum(), torch.ones(length).to(BF16), tuning=HOPPER.changed("split_numel=4096"))
+
+
 def test_the_ends_of_rows_cost_columns_nothing_elsewhere() -> None:
     """Only programs whose block holds an end of the rows store parts of vectors."""
     def program(grad: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> list[torch.Tensor]:
