@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 from codegen.body import Body, BodyBuilder, Scratch
-from codegen.exponents import fold_logarithms
+from codegen.exponents import fold_logarithms, powers_first
 from codegen.group import Group
 from codegen.instructions import KEPT
 from codegen.kernel import Kernel, KernelStep, Temporary
@@ -75,6 +75,7 @@ def build(group: Group, outside: set[Value]) -> Body:
     if not group.split:
         sum_one_hots(body)
     fold_logarithms(body)
+    powers_first(body)
     return body
 
 

@@ -142,6 +142,17 @@ def test_a_losss_gradient_takes_few_instructions(length: int, room: int) -> None
     assert lanes and count(text, "fma.rn.f32") >= 2 * lanes
 
 
+def test_powers_are_computed_before_what_stays_in_registers_meanwhile() -> None:
+    def program(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        inner = torch.tanh(y * 0.5) * y.exp()
+        return inner * x.float().pow(3.0) + (inner + x).pow(2.0) * inner
+
+    made = check(program, rows(64, 512, dtype=torch.float32), rows(64, 512, dtype=torch.float32), count=1)
+    body = [line.strip() for line in kernels(made)[0].kernel.source.rpartition("def ")[2].splitlines() if " = " in line]
+    computed = [line for line in body if not re.search(r"= (tl\.load|tl\.full|pid|tl\.program_id|i1|\w+ < )", line)]
+    assert "_pow(" in computed[0], computed
+
+
 def test_a_short_shares_loads_are_under_way_together() -> None:
     """In a branch of their own: ptxas puts what follows a load before the next one."""
     x = rows(768, 3072)
