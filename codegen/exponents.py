@@ -15,10 +15,11 @@ def fold_logarithms(body: Body) -> None:
     The maximum is subtracted first, which is exact for numbers near it however large they are; a logarithm of a sum is at most
     some 20, so its rounding shows no more than that of the second difference would. Only where the exponential is a rough one.
     """
-    for step in body.steps:
-        if step.text == ROUGH and step.args[0].text == "{0} - {1} - {2}":
-            step.text, step.args = _FOLDED, step.args[0].args
-    body.drop_unused()
+    found = [step for step in body.steps if step.text == ROUGH and step.args[0].text == "{0} - {1} - {2}"]
+    for step in found:
+        step.text, step.args = _FOLDED, step.args[0].args
+    if found:
+        body.drop_unused()
 
 
 def powers_first(body: Body) -> None:

@@ -139,7 +139,8 @@ class InstructionWriter(IndexWriter):
         """Names of what an expression takes. Where places along axis 1 are compared with a row's, each thread's lanes are, which
         do not change from block to block, with how far from the block's start that is."""
         names = [self._name(arg) for arg in step.args]
-        if step.text == ONE_HOT and self._starts.get(1) and self.position(step.args[0]) == "i1":
+        placed = step.text == ONE_HOT and step.args[0].stage == "coord"
+        if placed and self._starts.get(1) and self.position(step.args[0]) == "i1":
             shift = " - shift" if self.tile.peel > 1 or self.tile.covered else ""
             start = self._starts[1] + shift
             names[:2] = [self._arange(1), f"{names[1]} - ({start})" if " " in start else f"{names[1]} - {start}"]
