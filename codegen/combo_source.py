@@ -247,7 +247,7 @@ class ComboWriter:
         self._tree(lane, mark, own, first, 0, lane.count, indent)
         for name, kind in lane.kernel.signature:
             if lane.count > 2 and name in own and name in lane.kernel.divisible and kind[0] != "*":
-                self._line(indent, f"{mark}{name} = {mark}{name} // 16 * 16  # which Triton below 3.9 forgets in nested branches")
+                self._line(indent, f"{mark}{name} = {mark}{name} // 16 * 16  # which Triton 3.6 forgets in nested branches")
         self._call(lane, mark, passed, indent)
 
     def _arguments(self, lane: Lane, mark: str) -> list[str]:

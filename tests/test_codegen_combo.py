@@ -197,7 +197,7 @@ def combo_3_pointwise_foreach_mul(per, from1, from2, n1_0, n1_1, n1_2, p0_0, p0_
             first = from2
             n1 = n1_2
             p0 = p0_2
-    n1 = n1 // 16 * 16  # which Triton below 3.9 forgets in nested branches
+    n1 = n1 // 16 * 16  # which Triton 3.6 forgets in nested branches
     block = (pid - first) * per
     for step in range(block, block + per):
         lane0(step, n1, p0, a0, p0, B0, B1)
@@ -230,7 +230,7 @@ def test_what_is_loaded_in_wide_vectors_alone_is_so_in_a_combo() -> None:
 
 
 def test_numbers_chosen_in_nested_branches_are_known_to_be_multiples() -> None:
-    """Triton below 3.9 forgets it, and loads two bytes at a time where a row's start or a share's is computed from them."""
+    """Triton 3.6 forgets it, and loads two bytes at a time where a row's start or a share's is computed from them."""
     def norms(*tensors: torch.Tensor) -> torch.Tensor:
         return torch.stack(torch._foreach_norm(tensors))
 
