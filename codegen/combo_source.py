@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Sequence
 
+from codegen.combo_arguments import BRANCHED, HELPERS, argument_line, range_lines, symbol
 from codegen.kernel import Kernel, KernelArg, KernelStep, Pointer, Scalar, Size, Temporary
 
 MAX_ARGUMENTS = 500
@@ -19,8 +20,7 @@ MAX_ARGUMENTS = 500
 
 MAX_LANES = 8
 LARGE, MOST_LARGE = 4 << 20, 8
-"""Bytes of a step that is large, and how many of one kernel share a launch: picking arguments among 48 takes every program some
-700 instructions, and took half of the bandwidth (1.9 TB/s on an H200, among 6 of them 3.1 to 3.7); a launch takes 1 us."""
+"""Bytes of a step that is large, and how many steps of several kernels share a launch then: some may need more registers."""
 
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """How many steps of one kernel a combo holds, empty ranges included."""
@@ -88,7 +88,7 @@ class Lane:
     def arguments(self) -> int:
         """How many run-time arguments the lane takes, those of its ranges included."""
         own, same = (sum(how == kind for how in self.pattern) for kind in (OWN, SAME))
-        return self.count * (own + 1) + same + 1
+        return self.count * (own + 1) + same + 1  # and where the lane ends
 
     @property
     def flat(self) -> bool:
@@ -123,10 +123,8 @@ def lanes_of(steps: Sequence[KernelStep]) -> list[Lane]:
     kernel, pattern = steps[0].kernel, pattern_of(steps)
     by_size = sorted(steps, key=lambda step: -(step.flat or step.grid[0]))
     own, same = (sum(how == kind for how in pattern) for kind in (OWN, SAME))
-    most = max(1, (MAX_ARGUMENTS - same - 2) // (own + 1))
-    most = max(count for count in COUNTS if count <= most)
-    large, small = ([step for step in by_size if is_large(step) is size] for size in (True, False))
-    return [Lane(kernel, tuple(chunk), pattern) for chunk in (*even(large, min(most, MOST_LARGE)), *even(small, most))]
+    most = max(count for count in COUNTS if count <= max(1, (MAX_ARGUMENTS - same - 2) // (own + 1)))
+    return [Lane(kernel, tuple(chunk), pattern) for chunk in even(by_size, most)]
 
 
 def is_large(step: KernelStep) -> bool:
@@ -135,8 +133,6 @@ def is_large(step: KernelStep) -> bool:
 
 def even(steps: Sequence[KernelStep], most: int) -> list[Sequence[KernelStep]]:
     """The steps in as few parts of at most so many as possible, all of about one size."""
-    if not steps:
-        return []
     size = -(-len(steps) // -(-len(steps) // most))
     return [steps[at : at + size] for at in range(0, len(steps), size)]
 
@@ -194,6 +190,7 @@ class ComboWriter:
         cut = [pieces(lane.kernel.source, lane.kernel.name) for lane in self.lanes]
         imports = dict.fromkeys(line for one in cut if one for line in one.imports)
         helpers = dict.fromkeys(text for one in cut if one for _, text in one.helpers)
+        helpers |= dict.fromkeys(HELPERS if any(lane.count > BRANCHED for lane in self.lanes) else ())
         title = "; ".join(f"{lane.count} x {lane.kernel.name}" for lane in self.lanes)
         plain = [line for line in imports if not line.startswith("from")]
         rest = [line for line in imports if line.startswith("from")]
@@ -240,14 +237,16 @@ class ComboWriter:
         for count in programs:
             bounds.append(bounds[-1] + count)
         bounds += [bounds[-1]] * (lane.count - len(programs))
-        for index in range(1, lane.count):
+        own = [(name, kind) for (name, kind), how in zip(lane.kernel.signature, lane.pattern) if how == OWN]
+        picked = lane.count > BRANCHED
+        for index in range(0 if picked else 1, lane.count):
             self._add(f"{mark}from{index}", "i32", Size(bounds[index]))
         passed = self._arguments(lane, mark)
-        own = [name for (name, _), how in zip(lane.kernel.signature, lane.pattern) if how == OWN]
-        self._tree(lane, mark, own, first, 0, lane.count, indent)
-        for name, kind in lane.kernel.signature:
-            if lane.count > 2 and name in own and name in lane.kernel.divisible and kind[0] != "*":
-                self._line(indent, f"{mark}{name} = {mark}{name} // 16 * 16  # which Triton 3.6 forgets in nested branches")
+        if picked:
+            for line in self._picks(lane, mark, own):
+                self._line(indent, line)
+        else:
+            self._branches(lane, mark, own, first, indent)
         self._call(lane, mark, passed, indent)
 
     def _arguments(self, lane: Lane, mark: str) -> list[str]:
@@ -264,18 +263,21 @@ class ComboWriter:
             passed.append(passed[how] if how >= 0 else f"{mark}{name}")
         return passed
 
-    def _tree(self, lane: Lane, mark: str, own: list[str], first: str, low: int, high: int, indent: int) -> None:
-        """Lines that find the range of ``pid`` among those from ``low`` to below ``high``."""
-        if high - low == 1:
-            self._line(indent, f"{mark}first = " + (f"{mark}from{low}" if low else first))
-            for name in own:
-                self._line(indent, f"{mark}{name} = {mark}{name}_{low}")
-            return
-        middle = (low + high) // 2
-        self._line(indent, f"if pid < {mark}from{middle}:")
-        self._tree(lane, mark, own, first, low, middle, indent + 1)
-        self._line(indent, "else:")
-        self._tree(lane, mark, own, first, middle, high, indent + 1)
+    def _picks(self, lane: Lane, mark: str, own: list[tuple[str, str]]) -> list[str]:
+        """Lines that find the range of ``pid`` among many, and its step's arguments."""
+        places = {name: symbol(self._name(), position) for position, (name, _, _) in enumerate(self.entries)}
+        return range_lines(mark, places[f"{mark}from0"], lane.count) + [
+            argument_line(mark, name, kind, places[f"{mark}{name}_0"], name in lane.kernel.divisible) for name, kind in own]
+
+    def _branches(self, lane: Lane, mark: str, own: list[tuple[str, str]], first: str, indent: int) -> None:
+        """Lines that do so among one or two."""
+        for index in range(lane.count):
+            if lane.count > 1:
+                self._line(indent, "else:" if index else f"if pid < {mark}from1:")
+            inner = indent + (lane.count > 1)
+            self._line(inner, f"{mark}first = " + (f"{mark}from{index}" if index else first))
+            for name, _ in own:
+                self._line(inner, f"{mark}{name} = {mark}{name}_{index}")
 
     def _call(self, lane: Lane, mark: str, passed: list[str], indent: int) -> None:
         constants = [(name, self._blocks[lane] if lane.flat and name == "B1" else value)

@@ -100,9 +100,10 @@ def tuning_of(context: Context) -> Tuning:
         return INTERPRETER
     device = torch.cuda.get_device_properties(context.device)
     cores, blocks = device.multi_processor_count, device.max_threads_per_multi_processor // BLOCK
-    programs = cores * HOPPER.programs // HOPPER.cores
+    programs, shared = cores * HOPPER.programs // HOPPER.cores, device.shared_memory_per_block_optin
     return replace(HOPPER, cores=cores, programs=programs, few=programs, philox_blocks=cores * blocks, packs=device.major >= 8,
-                   shared_bytes=min(HOPPER.shared_bytes, device.shared_memory_per_block_optin * 3 // 4))
+                   shared_bytes=min(HOPPER.shared_bytes, shared * 3 // 4),
+                   filled_bytes=min(HOPPER.filled_bytes, shared - (8 << 10)))
 
 
 def load_kernels(kernels: Sequence[Kernel], context: Context) -> dict[Kernel, Function]:

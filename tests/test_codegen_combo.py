@@ -182,26 +182,16 @@ def lane0(program, n1, p0, a0, p1, B0: tl.constexpr, B1: tl.constexpr):
 
 
 @triton.jit
-def combo_3_pointwise_foreach_mul(per, from1, from2, n1_0, n1_1, n1_2, p0_0, p0_1, p0_2, a0, B0: tl.constexpr, B1: tl.constexpr):
+def combo_3_pointwise_foreach_mul(per, from0, from1, from2, n1_0, n1_1, n1_2, p0_0, p0_1, p0_2, a0, BLOCKS):
     pid = tl.program_id(0)
-    if pid < from1:
-        first = tl.full([], 0, tl.int32)
-        n1 = n1_0
-        p0 = p0_0
-    else:
-        if pid < from2:
-            first = from1
-            n1 = n1_1
-            p0 = p0_1
-        else:
-            first = from2
-            n1 = n1_2
-            p0 = p0_2
-    n1 = n1 // 16 * 16  # which Triton 3.6 forgets in nested branches
+    at = _range_of(pid, "combo_3_pointwise_foreach_mul_param_1", 3, 2)
+    first = _argument32(at, "combo_3_pointwise_foreach_mul_param_1")
+    n1 = _argument32(at, "combo_3_pointwise_foreach_mul_param_4") // 16 * 16
+    p0 = tl.multiple_of(_argument64(at, "combo_3_pointwise_foreach_mul_param_7").to(tl.pointer_type(tl.float32)), 16)
     block = (pid - first) * per
     for step in range(block, block + per):
         lane0(step, n1, p0, a0, p0, B0, B1)
-'''
+'''.replace("BLOCKS", "B0: tl.constexpr, B1: tl.constexpr")
 
 
 def scaled(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -229,15 +219,15 @@ def test_what_is_loaded_in_wide_vectors_alone_is_so_in_a_combo() -> None:
     assert len(loads) >= 4 and len(stores) >= 3 and all(".v4" in one for one in (*loads, *stores))
 
 
-def test_numbers_chosen_in_nested_branches_are_known_to_be_multiples() -> None:
-    """Triton 3.6 forgets it, and loads two bytes at a time where a row's start or a share's is computed from them."""
+def test_numbers_picked_from_arguments_are_known_to_be_multiples() -> None:
+    """Or Triton would load two bytes at a time where a row's start or a share's is computed from them."""
     def norms(*tensors: torch.Tensor) -> torch.Tensor:
         return torch.stack(torch._foreach_norm(tensors))
 
     made = check(norms, *(torch.ones(size, dtype=torch.bfloat16) for size in (40960, 81920, 49152, 57344)), combos=True,
                  rtol=1e-2, atol=0.0)
     (step,) = [step for step in kernels(made) if "share_extent" in step.kernel.source]
-    assert step.kernel.source.count("share_extent = share_extent // 16 * 16") == 1
+    assert re.search(r"share_extent = _argument32\(at, .*\) // 16 \* 16", step.kernel.source)
     text = str(triton_compile.compile_for_hopper(step.kernel, CACHE).handle.asm["ptx"])
     assert "ld.global.v4.b32" in text and "ld.global.b16" not in text
 
@@ -265,12 +255,23 @@ def test_planning_is_linear() -> None:
     assert many < 1.5 * few * 2000 / 250
 
 
-def test_few_large_steps_of_one_kernel_share_a_launch() -> None:
-    """Picking arguments among many costs every program, which a large step has many of."""
-    def scaled(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        return [one * 2.0 for one in tensors]
+def test_many_steps_take_one_launch_and_few_registers() -> None:
+    """A program finds its step's arguments by number: chosen in branches, all of them would be in registers, 198 for 32 steps."""
+    (step,) = kernels(counted(adamw, *lists((*((1 << 20,),) * 20, *((16,),) * 20), 4))[1])
+    few = kernels(counted(adamw, *lists(((16,), (32,)), 4))[1])[0]
+    handles = [triton_compile.compile_for_hopper(one.kernel, CACHE).handle for one in (step, few)]
+    assert len(step.writes) == 40 * 3
+    pressure = [max(map(int, re.findall(r"\.reg \.b64\s+%rd<(\d+)>", str(handle.asm["ptx"])))) for handle in handles]
+    assert pressure[0] < pressure[1] + 60, "64-bit numbers, of which 40 steps have 160"
 
-    large, small = 1 << 20, 16
-    made = combine(plan(record(scaled, *(torch.ones(size) for size in [large] * 20 + [small] * 40))[0].graph))
-    counts = sorted(len(step.writes) for step in kernels(made))
-    assert counts == [6, 7, 7, 40]
+
+@pytest.mark.parametrize("count", [3, 4, 7, 24, 33])
+def test_each_program_finds_its_arguments(count: int) -> None:
+    """Also where a step has nothing to do, and among two kernels whose arguments have different types."""
+    def program(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        return [one * 2 if one.dtype is torch.float64 else one + 1 for one in tensors]
+
+    sizes = [1 + 37 * number % 300 for number in range(count)]
+    doubles = [torch.randn(3 * size, dtype=torch.float64) for size in sizes]
+    made = check(program, *(torch.randn(size) for size in sizes), *doubles, combos=True)
+    assert len(kernels(made)) == 1 and "_range_of" in kernels(made)[0].kernel.source
