@@ -1,4 +1,5 @@
-"""How a combo's program finds the arguments of its step among those of all steps. Imports `codegen.promotion`.
+"""How a combo's program finds the arguments of its step among those of all steps. Imports `codegen.promotion` and
+`ir_nodes.settings`.
 
 A launch's arguments lie behind one another in constant memory, where one instruction loads the one with a certain number. Triton
 has no words for that, but passes PTX through. Where branches choose instead, all arguments are held in registers before the first
@@ -7,10 +8,10 @@ branch: 102 for 16 tensors of an AdamW kernel that takes 40 for itself, 198 for 
 
 from __future__ import annotations
 
-from codegen.promotion import TRITON_TYPES
+from typing import Sequence
 
-BRANCHED = 2
-"""So many steps are told apart by a branch."""
+from codegen.promotion import TRITON_TYPES
+from ir_nodes import settings
 
 _ARGUMENT = '''@triton.jit
 def _argument%d(at, first: tl.constexpr):
@@ -28,6 +29,11 @@ def _range_of(pid, first: tl.constexpr, count: tl.constexpr, levels: tl.constexp
 
 _TYPES = {text.removeprefix("tl.").replace("bfloat", "bf").replace("float", "fp").replace("uint", "u").replace("int", "i"): text
           for text in TRITON_TYPES.values()}
+
+
+def finds_by_number(count: int) -> bool:
+    """Are so many steps told apart by more than one branch?"""
+    return count > 2 and settings.enabled("numbered_arguments")
 
 
 def symbol(kernel: str, position: int) -> str:
@@ -52,3 +58,14 @@ def argument_line(mark: str, name: str, kind: str, first: str, divisible: bool) 
     if divisible:  # Triton 3.6 believes it of pointers only
         text = f"tl.multiple_of({text}, 16)" if kind[0] == "*" else f"{text} // 16 * 16"
     return f"{mark}{name} = {text}"
+
+
+def branch_lines(mark: str, names: Sequence[str], start: str, high: int, low: int = 0) -> list[str]:
+    """Lines that do both in branches, for the ranges from ``low`` to below ``high``; the first of all starts at ``start``."""
+    if high - low == 1:
+        begin = f"{mark}from{low}" if low else start
+        return [f"{mark}first = {begin}", *(f"{mark}{name} = {mark}{name}_{low}" for name in names)]
+    middle = (low + high) // 2
+    sides = [branch_lines(mark, names, start, *ends) for ends in ((middle, low), (high, middle))]
+    below, above = (["    " + line for line in lines] for lines in sides)
+    return [f"if pid < {mark}from{middle}:", *below, "else:", *above]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Sequence
 
-from codegen.combo_arguments import BRANCHED, HELPERS, argument_line, range_lines, symbol
+from codegen.combo_arguments import HELPERS, argument_line, branch_lines, finds_by_number, range_lines, symbol
 from codegen.kernel import Kernel, KernelArg, KernelStep, Pointer, Scalar, Size, Temporary
 
 MAX_ARGUMENTS = 500
@@ -190,7 +190,7 @@ class ComboWriter:
         cut = [pieces(lane.kernel.source, lane.kernel.name) for lane in self.lanes]
         imports = dict.fromkeys(line for one in cut if one for line in one.imports)
         helpers = dict.fromkeys(text for one in cut if one for _, text in one.helpers)
-        helpers |= dict.fromkeys(HELPERS if any(lane.count > BRANCHED for lane in self.lanes) else ())
+        helpers |= dict.fromkeys(HELPERS if any(finds_by_number(lane.count) for lane in self.lanes) else ())
         title = "; ".join(f"{lane.count} x {lane.kernel.name}" for lane in self.lanes)
         plain = [line for line in imports if not line.startswith("from")]
         rest = [line for line in imports if line.startswith("from")]
@@ -238,15 +238,13 @@ class ComboWriter:
             bounds.append(bounds[-1] + count)
         bounds += [bounds[-1]] * (lane.count - len(programs))
         own = [(name, kind) for (name, kind), how in zip(lane.kernel.signature, lane.pattern) if how == OWN]
-        picked = lane.count > BRANCHED
-        for index in range(0 if picked else 1, lane.count):
+        numbered = finds_by_number(lane.count)
+        for index in range(0 if numbered else 1, lane.count):
             self._add(f"{mark}from{index}", "i32", Size(bounds[index]))
         passed = self._arguments(lane, mark)
-        if picked:
-            for line in self._picks(lane, mark, own):
-                self._line(indent, line)
-        else:
-            self._branches(lane, mark, own, first, indent)
+        names = [name for name, _ in own]
+        for line in self._numbered(lane, mark, own) if numbered else branch_lines(mark, names, first, lane.count):
+            self._line(indent, line)
         self._call(lane, mark, passed, indent)
 
     def _arguments(self, lane: Lane, mark: str) -> list[str]:
@@ -263,21 +261,11 @@ class ComboWriter:
             passed.append(passed[how] if how >= 0 else f"{mark}{name}")
         return passed
 
-    def _picks(self, lane: Lane, mark: str, own: list[tuple[str, str]]) -> list[str]:
-        """Lines that find the range of ``pid`` among many, and its step's arguments."""
+    def _numbered(self, lane: Lane, mark: str, own: list[tuple[str, str]]) -> list[str]:
+        """Lines that find the range of ``pid`` and its step's arguments by their number."""
         places = {name: symbol(self._name(), position) for position, (name, _, _) in enumerate(self.entries)}
         return range_lines(mark, places[f"{mark}from0"], lane.count) + [
             argument_line(mark, name, kind, places[f"{mark}{name}_0"], name in lane.kernel.divisible) for name, kind in own]
-
-    def _branches(self, lane: Lane, mark: str, own: list[tuple[str, str]], first: str, indent: int) -> None:
-        """Lines that do so among one or two."""
-        for index in range(lane.count):
-            if lane.count > 1:
-                self._line(indent, "else:" if index else f"if pid < {mark}from1:")
-            inner = indent + (lane.count > 1)
-            self._line(inner, f"{mark}first = " + (f"{mark}from{index}" if index else first))
-            for name, _ in own:
-                self._line(inner, f"{mark}{name} = {mark}{name}_{index}")
 
     def _call(self, lane: Lane, mark: str, passed: list[str], indent: int) -> None:
         constants = [(name, self._blocks[lane] if lane.flat and name == "B1" else value)

@@ -175,7 +175,8 @@ def _filling(body: Body, dims: tuple[int, ...], strides: Strides, split: tuple[t
     program would do meanwhile. None where rows are short or few, or too long for its memory."""
     strips = strips_of(body, strip)
     stages = _ahead(body, replace(tuning, shared_bytes=tuning.filled_bytes), strip * strips)
-    if strip * strips < tuning.filling or body.kept < 2 * tuning.cores or stages < 2:
+    few = strip * strips < tuning.filling or body.kept < 2 * tuning.cores
+    if few or stages < 2 or not settings.enabled("rows_ahead"):
         return None
     alike = 8 // math.gcd(body.extent, 8)  # so many rows on, one lies as far from a 16-byte boundary
     programs = max(tuning.cores // alike, 1) * alike

@@ -219,19 +219,6 @@ def test_what_is_loaded_in_wide_vectors_alone_is_so_in_a_combo() -> None:
     assert len(loads) >= 4 and len(stores) >= 3 and all(".v4" in one for one in (*loads, *stores))
 
 
-def test_numbers_picked_from_arguments_are_known_to_be_multiples() -> None:
-    """Or Triton would load two bytes at a time where a row's start or a share's is computed from them."""
-    def norms(*tensors: torch.Tensor) -> torch.Tensor:
-        return torch.stack(torch._foreach_norm(tensors))
-
-    made = check(norms, *(torch.ones(size, dtype=torch.bfloat16) for size in (40960, 81920, 49152, 57344)), combos=True,
-                 rtol=1e-2, atol=0.0)
-    (step,) = [step for step in kernels(made) if "share_extent" in step.kernel.source]
-    assert re.search(r"share_extent = _argument32\(at, .*\) // 16 \* 16", step.kernel.source)
-    text = str(triton_compile.compile_for_hopper(step.kernel, CACHE).handle.asm["ptx"])
-    assert "ld.global.v4.b32" in text and "ld.global.b16" not in text
-
-
 def test_programs_of_large_tensors_walk_several_blocks() -> None:
     (step,) = kernels(counted(scaled, *(torch.ones(1).expand(1).new_empty(1 << 23) for _ in range(2)))[1])
     assert step.args[0] == Size(4) and step.grid == (2 << 23 >> 12, 1, 1)
@@ -253,25 +240,3 @@ def test_planning_is_linear() -> None:
     few, many = (calls_of(lambda made=made: combine(made)) for made in (
         plan(record(scaled, *(torch.ones(16) for _ in range(count)))[0].graph) for count in (250, 2000)))
     assert many < 1.5 * few * 2000 / 250
-
-
-def test_many_steps_take_one_launch_and_few_registers() -> None:
-    """A program finds its step's arguments by number: chosen in branches, all of them would be in registers, 198 for 32 steps."""
-    (step,) = kernels(counted(adamw, *lists((*((1 << 20,),) * 20, *((16,),) * 20), 4))[1])
-    few = kernels(counted(adamw, *lists(((16,), (32,)), 4))[1])[0]
-    handles = [triton_compile.compile_for_hopper(one.kernel, CACHE).handle for one in (step, few)]
-    assert len(step.writes) == 40 * 3
-    pressure = [max(map(int, re.findall(r"\.reg \.b64\s+%rd<(\d+)>", str(handle.asm["ptx"])))) for handle in handles]
-    assert pressure[0] < pressure[1] + 60, "64-bit numbers, of which 40 steps have 160"
-
-
-@pytest.mark.parametrize("count", [3, 4, 7, 24, 33])
-def test_each_program_finds_its_arguments(count: int) -> None:
-    """Also where a step has nothing to do, and among two kernels whose arguments have different types."""
-    def program(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        return [one * 2 if one.dtype is torch.float64 else one + 1 for one in tensors]
-
-    sizes = [1 + 37 * number % 300 for number in range(count)]
-    doubles = [torch.randn(3 * size, dtype=torch.float64) for size in sizes]
-    made = check(program, *(torch.randn(size) for size in sizes), *doubles, combos=True)
-    assert len(kernels(made)) == 1 and "_range_of" in kernels(made)[0].kernel.source
