@@ -11,6 +11,7 @@ from codegen.group import Group
 from codegen.instructions import KEPT
 from codegen.kernel import Kernel, KernelStep, Temporary
 from codegen.layout import lay_out, mixed_blocks, whole_shares
+from codegen.load_order import loads_first, plain
 from codegen.onehot import sum_one_hots
 from codegen.online import merge_passes
 from codegen.reuse import reuses, settles
@@ -19,9 +20,13 @@ from codegen.split import mixed_body, split_body
 from codegen.tile import Tile
 from codegen.triton_source import SourceWriter
 from codegen.tuning import Tuning
+from ir_nodes import settings
 from ir_nodes.node import Node, Value
 
 INT32_LIMIT = (1 << 31) - (1 << 24)
+
+BUSY = 16
+"""Warps for each multiprocessor beyond which these hide each other's latency, and registers matter more."""
 
 
 def emit_group(group: Group, outside: set[Value], scratch: Scratch, tuning: Tuning) -> list[KernelStep]:
@@ -44,9 +49,9 @@ def emit_group(group: Group, outside: set[Value], scratch: Scratch, tuning: Tuni
         def retile(changes: str) -> KernelStep | None:
             again = build(group, outside)
             other = lay_out(again, tuning.changed(changes))
-            return None if other.shape() == tile.shape() else _whole(again, other, nodes, scratch)
+            return None if other.shape() == tile.shape() else _whole(again, other, nodes, scratch, tuning)
 
-        return [replace(_whole(body, tile, nodes, scratch), retile=retile)]
+        return [replace(_whole(body, tile, nodes, scratch, tuning), retile=retile)]
     share = _share(body, tuning)
     shares = -(-body.extent // share)
     shares = whole_shares(shares, body.kept) if body.column else shares
@@ -55,10 +60,10 @@ def emit_group(group: Group, outside: set[Value], scratch: Scratch, tuning: Tuni
 
     def retile_first(changes: str) -> KernelStep | None:
         other = lay_out(first, tuning.changed(changes), share, shares)
-        return None if other.shape() == tile.shape() else _launch(first, other, nodes, scratch)
+        return None if other.shape() == tile.shape() else _launch(first, other, nodes, scratch, tuning)
 
-    return [replace(_launch(first, tile, nodes, scratch), retile=retile_first),
-            _launch(second, lay_out(second, tuning), nodes, scratch)]
+    return [replace(_launch(first, tile, nodes, scratch, tuning), retile=retile_first),
+            _launch(second, lay_out(second, tuning), nodes, scratch, tuning)]
 
 
 def _mixed(body: Body, nodes: tuple[Node, ...], scratch: Scratch, tuning: Tuning) -> list[KernelStep]:
@@ -66,7 +71,7 @@ def _mixed(body: Body, nodes: tuple[Node, ...], scratch: Scratch, tuning: Tuning
     shares = mixed_blocks(body, tuning)[4]
     tiled = [(half, lay_out(half, tuning)) for half in mixed_body(body, shares, nodes[0]) if half.stored]
     assert all(tile.shares == shares for half, tile in tiled if half.mixed), "partial results have room for so many programs"
-    return [_launch(half, tile, nodes, scratch) for half, tile in tiled]
+    return [_launch(half, tile, nodes, scratch, tuning) for half, tile in tiled]
 
 
 def build(group: Group, outside: set[Value]) -> Body:
@@ -79,11 +84,11 @@ def build(group: Group, outside: set[Value]) -> Body:
     return body
 
 
-def _whole(body: Body, tile: Tile, nodes: tuple[Node, ...], scratch: Scratch) -> KernelStep:
+def _whole(body: Body, tile: Tile, nodes: tuple[Node, ...], scratch: Scratch, tuning: Tuning) -> KernelStep:
     """The one launch of a group."""
     if tile.looped:
         merge_passes(body)
-    return _launch(body, tile, nodes, scratch)
+    return _launch(body, tile, nodes, scratch, tuning)
 
 
 def _share(body: Body, tuning: Tuning) -> int:
@@ -97,9 +102,12 @@ def _share(body: Body, tuning: Tuning) -> int:
     return -(-body.extent // (shares * step)) * step
 
 
-def _launch(body: Body, tile: Tile, nodes: tuple[Node, ...], scratch: Scratch) -> KernelStep:
+def _launch(body: Body, tile: Tile, nodes: tuple[Node, ...], scratch: Scratch, tuning: Tuning) -> KernelStep:
     arguments = ArgumentList(scratch, _is_wide(body))
     name = _name(body, nodes)
+    few = _programs(tile) * tile.num_warps <= BUSY * tuning.cores
+    if settings.enabled("early_loads") and (few or plain(body)):
+        loads_first(body, tile)
     found = reuses(body, tile.looped, tile.share > 0 and not tile.mixed)
     source = SourceWriter(body, tile, arguments, settles(body, found)).source(name, "; ".join(node.target for node in nodes))
     signature = tuple((argument, kind) for argument, kind, _ in arguments.entries)

@@ -200,3 +200,22 @@ def test_rows_that_are_walked_again_may_be_kept_in_the_cache() -> None:
     assert usual == [4, 4] and kept == [32, 4]
     short = HOPPER.changed("persistent=64,looped=64,online=64,resident=1,cores=100")
     check(lambda x: x.softmax(-1), rows(2, 1003), count=1, tuning=short)
+
+
+def loads_before_work(program: Callable[..., Any], rows: int) -> int:
+    """How many operands are loaded before the first branch or reduction."""
+    x, w = torch.randn(rows, 768), torch.randn(768)
+    (step,) = kernels(check(program, x, x + 1, w, count=1, rtol=1e-4, atol=1e-4))
+    text = step.kernel.source.split("\ndef ")[-1]
+    return len(re.findall(r"\w+ = tl\.load\((p\d)", re.split(r"libdevice|tl\.reduce", text)[0]))
+
+
+def test_operands_are_loaded_together() -> None:
+    """An elementwise kernel's at any size; a reduction's where few programs have nothing else to do while they wait."""
+    gate, norm = lambda x, y, w: F.silu(x) * y, lambda x, y, w: F.layer_norm(x + y, (768,), w, None)  # noqa: E731
+    assert [loads_before_work(gate, rows) for rows in (64, 3000)] == [2, 2]
+    assert loads_before_work(norm, 64) == 3
+    (many,) = kernels(plan(record(norm, torch.randn(9000, 768), torch.randn(9000, 768), torch.randn(768))[0].graph))
+    assert many.kernel.source.rindex("tl.load(") > many.kernel.source.rindex("tl.reduce(")
+    with settings.override(disable="early_loads"):
+        assert loads_before_work(gate, 64) == 1

@@ -34,9 +34,9 @@ POINTWISE = '''def pointwise_add_relu(n1, n0, p0, p1, p2, B0: tl.constexpr, B1: 
     i1 = (pid % across) * B1 + tl.arange(0, B1)[None, :]
     m1 = i1 < n1
     t0 = tl.load(p0 + i0 * n1 + i1, mask=m0 & m1).to(tl.float32)
-    t1 = tl.full([], 1.0, tl.float32)
-    t2 = tl.load(p1 + i1, mask=m1).to(tl.float32)
-    t3 = t0 + t1 * t2
+    t1 = tl.load(p1 + i1, mask=m1).to(tl.float32)
+    t2 = tl.full([], 1.0, tl.float32)
+    t3 = t0 + t2 * t1
     t4 = _bf16(t3)
     t5 = tl.where(t4 <= 0, 0.0, t4)
     t6 = t5.to(tl.bfloat16).to(tl.float32)
@@ -78,20 +78,20 @@ LOSS = '''    pid = tl.program_id(0)
     base = i0 * s0 // 8 * 8
     last = (n1 - 1) // B1 * B1
     t0 = tl.load(p0 + i0)
-    t1 = tl.full([], -100, tl.int64)
-    tl.device_assert(((t0 >= 0) & (t0 < s0)) | (t0 == t1), "aten::nll_loss_forward: an index is out of range")
-    t3 = tl.load(p1 + i0 * s0 + t0 * s1, mask=(t0 >= 0) & (t0 < s0), other=0).to(tl.float32)
-    t4 = t3
-    t5 = tl.full([], 1.0, tl.float32)
-    t6 = tl.where((t0 >= 0) & (t0 <= 2147483647) & (t0 != t1), t0, -1).to(tl.int32)
-    t7 = tl.load(p2)
-    t8 = tl.math.div_rn(t5, t7)
-    t10 = tl.where((t6 >= 0) & (t6 < a0), -t8, 0.0)
+    t1 = tl.load(p1)
+    t2 = tl.full([], -100, tl.int64)
+    tl.device_assert(((t0 >= 0) & (t0 < s0)) | (t0 == t2), "aten::nll_loss_forward: an index is out of range")
+    t4 = tl.load(p2 + i0 * s0 + t0 * s1, mask=(t0 >= 0) & (t0 < s0), other=0).to(tl.float32)
+    t5 = t4
+    t6 = tl.full([], 1.0, tl.float32)
+    t7 = tl.where((t0 >= 0) & (t0 <= 2147483647) & (t0 != t2), t0, -1).to(tl.int32)
+    t8 = tl.math.div_rn(t6, t1)
+    t10 = tl.where((t7 >= 0) & (t7 < a0), -t8, 0.0)
     t11_acc = tl.full([B0, B1 // 8], float("-inf"), tl.float32)
     t12_acc = tl.full([B0, B1 // 8], 0.0, tl.float32)
     for r in tl.range(0, last, B1, num_stages=3):
         i1 = r + tl.arange(0, B1)[None, :]
-        t13 = tl.load(p1 + base + i1).to(tl.float32)
+        t13 = tl.load(p2 + base + i1).to(tl.float32)
         t14 = t13
         t11_in = tl.reshape(t14, [B0, B1 // 8, 8])
         t11_new = tl.maximum(t11_acc, tl.reduce(t11_in, 2, _max), propagate_nan=tl.PropagateNan.ALL)
@@ -103,7 +103,7 @@ LOSS = '''    pid = tl.program_id(0)
     m1 = i1 < n1
     v1 = i1 < (n1 + 7) // 8 * 8
     w1 = i1 < n1 // 8 * 8
-    t13 = tl.load(p1 + base + i1, mask=v1).to(tl.float32)
+    t13 = tl.load(p2 + base + i1, mask=v1).to(tl.float32)
     t14 = t13
     t11_in = tl.reshape(tl.where(m1, t14, float("-inf")), [B0, B1 // 8, 8])
     t11_new = tl.maximum(t11_acc, tl.reduce(t11_in, 2, _max), propagate_nan=tl.PropagateNan.ALL)
@@ -115,14 +115,14 @@ LOSS = '''    pid = tl.program_id(0)
     t11_base = tl.where(t11 == float("-inf"), 0.0, t11)
     t12 = tl.reduce(t12_acc * libdevice.fast_expf(t11_acc - t11_base), 1, _add, keep_dims=True)
     t15 = libdevice.log(t12)
-    t16 = t4 - t11 - t15
-    t17 = tl.where(t0 != t1, -t16 * t5, 0.0)
+    t16 = t5 - t11 - t15
+    t17 = tl.where(t0 != t2, -t16 * t6, 0.0)
     tl.debug_barrier()  # what is picked by an index may be overwritten from here on
     for r in tl.range(0, last, B1, num_stages=3):
         i1 = r + tl.arange(0, B1)[None, :]
-        t13 = tl.load(p1 + base + i1).to(tl.float32)
+        t13 = tl.load(p2 + base + i1).to(tl.float32)
         t14 = t13
-        t19 = tl.where(tl.arange(0, B1)[None, :] == t6 - r, -t8, 0.0)
+        t19 = tl.where(tl.arange(0, B1)[None, :] == t7 - r, -t8, 0.0)
         t20 = tl.exp2((t14 - t11) * 1.4426950408889634 - t15 * 1.4426950408889634)
         t21 = t19 - t20 * t10
         t22 = t21.to(tl.bfloat16).to(tl.float32)
@@ -131,9 +131,9 @@ LOSS = '''    pid = tl.program_id(0)
     m1 = i1 < n1
     v1 = i1 < (n1 + 7) // 8 * 8
     w1 = i1 < n1 // 8 * 8
-    t13 = tl.load(p1 + base + i1, mask=v1).to(tl.float32)
+    t13 = tl.load(p2 + base + i1, mask=v1).to(tl.float32)
     t14 = t13
-    t19 = tl.where(tl.arange(0, B1)[None, :] == t6 - last, -t8, 0.0)
+    t19 = tl.where(tl.arange(0, B1)[None, :] == t7 - last, -t8, 0.0)
     t20 = tl.exp2((t14 - t11) * 1.4426950408889634 - t15 * 1.4426950408889634)
     t21 = t19 - t20 * t10
     t22 = t21.to(tl.bfloat16).to(tl.float32)
