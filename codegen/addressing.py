@@ -56,7 +56,7 @@ class IndexWriter:
         if reduced is None:
             if self.tile.peel:
                 self._line("begin = pid * B1")
-            else:
+            elif not self.tile.words:
                 self._index(1, "pid * B1")
             return
         if self.tile.covered:

@@ -118,7 +118,7 @@ def _launch(body: Body, tile: Tile, nodes: tuple[Node, ...], scratch: Scratch, t
     stores = [step.access.value for step in body.steps if step.stage == "store" and step.access]
     return KernelStep(kernel, (_programs(tile), 1, 1), tuple(entry[2] for entry in arguments.entries), nodes,
                       tuple(body.elided), _sources(arguments, loads), _sources(arguments, stores),
-                      flat=tile.axes[1].extent if tile.axes[0] is None else 0,
+                      flat=tile.axes[1].extent if tile.axes[0] is None and not tile.words else 0,
                       reuses=found, picks=_picks(body))
 
 
@@ -151,6 +151,8 @@ def _name(body: Body, nodes: tuple[Node, ...]) -> str:
 
 
 def _programs(tile: Tile) -> int:
+    if tile.words:
+        return -(-tile.axes[1].extent // (tile.words * tile.strips)) * (tile.words // tile.axes[1].block)
     counts = [1 if axis is None else -(-axis.extent // axis.block) for axis in tile.axes]
     if tile.reduced_axis is None or tile.covered:
         over = max(tile.peel, tile.covered, 1) - 1

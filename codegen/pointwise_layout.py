@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from codegen.aligned import in_a_vector, peel
 from codegen.body import Body
+from codegen.draws import WORDS, Stream
 from codegen.instructions import FULL
 from codegen.row_traits import narrow
 from codegen.tile import Axis, Strides, Tile, warps_for
@@ -17,6 +18,10 @@ from ir_nodes import settings
 MANY, WRITTEN = 5, 2
 """Operands, and results among them, of which more are moved faster with fewer elements a thread: an optimizer's in bfloat16, by
 3 %. A rotary embedding's one result, from as many operands, takes a half longer so."""
+
+
+WORD_BLOCK = 512
+"""Elements of each of a Philox call's four words in a program. On most GPUs the number of ATen's threads is a multiple of it."""
 
 
 def _lane(body: Body, strides: Strides, tuning: Tuning) -> int:
@@ -49,6 +54,10 @@ def pointwise_tile(body: Body, dims: tuple[int, ...], strides: Strides, tuning: 
     run = 1 if exchanged is not None else _run(body, dims, strides, tuning)
     if run == len(dims):
         axis = Axis(tuple(range(len(dims))), body.numel, block)
+        apart = _words_apart(body, dims, strides)
+        if apart:
+            axis = replace(axis, block=math.gcd(apart, WORD_BLOCK))
+            return Tile(dims, strides, (None, axis, None), None, False, 0, warps_for(axis.block, 4), strips=WORDS, words=apart)
         flat = Tile(dims, strides, (None, axis, None), None, False, 0, warps_for(block, lane))
         return peel(flat, body) if len(dims) == 1 and block == usual and body.numel % 16 else flat
     if exchanged is not None:
@@ -65,6 +74,15 @@ def pointwise_tile(body: Body, dims: tuple[int, ...], strides: Strides, tuning: 
         found = peel(alone, body)
         return found if found.peel else tile
     return peel(tile, body) if outer == 1 and inner >= tuning.peeled else tile
+
+
+def _words_apart(body: Body, dims: tuple[int, ...], strides: Strides) -> int:
+    """How far apart in a flat body the elements lie that share a call of Philox; 0 where neighbours do, or nothing is drawn."""
+    draws = [step for step in body.steps if step.stage == "random"]
+    streams = [step.payload for step in draws if isinstance(step.payload, Stream)]
+    if len(dims) > 1 or len(streams) != 1 or streams[0].vector > 1 or strides[id(draws[0])] != (1,):
+        return 0
+    return streams[0].threads if streams[0].threads < body.numel else 0
 
 
 def _squares(body: Body, dims: tuple[int, ...], strides: Strides, exchanged: int, tuning: Tuning) -> Tile:

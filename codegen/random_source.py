@@ -44,11 +44,16 @@ def random_lines(writer: IndexWriter, step: Step, name: str, seed: str, offset: 
     return _one_by_one(name, writer.position(step), stream.vector, threads, seed, offset)
 
 
-def _call(name: str, seed: str, number: int = 0) -> str:
+def call_line(name: str, seed: str, number: int = 0) -> str:
     words = ", ".join(f"{name}_{word}{number or ''}" for word in "xyzw")
     count = f"({name}_count + {number})" if number else f"{name}_count"
     return (f"{words} = _philox({seed}, {count}.to(tl.uint32), ({count} >> 32).to(tl.uint32), {name}_thread.to(tl.uint32), "
             f"{name}_thread.to(tl.uint32) * 0)")
+
+
+def uniform(name: str, word: int) -> str:
+    """A number from one of a call's words."""
+    return _TO_UNIFORM.format(f"{name}_{'xyzw'[word]}")
 
 
 def _run_by_run(name: str, first: str, lanes: str, calls: int, threads: str, seed: str, offset: str, two: bool) -> list[str]:
@@ -62,7 +67,7 @@ def _run_by_run(name: str, first: str, lanes: str, calls: int, threads: str, see
         f"{name}_next = {name}_thread >= {threads}",
         f"{name}_thread = tl.where({name}_next, {name}_thread - {threads}, {name}_thread)",
         f"{name}_count = {offset} // 4 + ({name}_turn + {name}_next){several}",
-        *(_call(name, seed, number) for number in range(calls)),
+        *(call_line(name, seed, number) for number in range(calls)),
         *(f"{name}_{word} = tl.join({name}_{word}, {name}_{word}1)" for word in "xyzw" * (calls == 2)),
         f"{name}_words = tl.join(tl.join({name}_x, {name}_z), tl.join({name}_y, {name}_w))",
         f"{name} = " + _TO_UNIFORM.format(f"tl.reshape({name}_words, [{'B0, B1' if two else 'B1'}])"),
@@ -84,4 +89,4 @@ def _one_by_one(name: str, position: str, vector: int, threads: str, seed: str, 
     picked = f"{name}_w"
     for number, word in ((2, "z"), (1, "y"), (0, "x")):
         picked = f"tl.where({name}_word == {number}, {name}_{word}, {picked})"
-    return [*lines, _call(name, seed), f"{name} = " + _TO_UNIFORM.format(picked)]
+    return [*lines, call_line(name, seed), f"{name} = " + _TO_UNIFORM.format(picked)]

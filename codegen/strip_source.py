@@ -24,6 +24,7 @@ class StripWriter(InstructionWriter):
     def __init__(self, body: Body, tile: Tile, arguments: ArgumentList) -> None:
         super().__init__(body, tile, arguments)
         self._own: dict[str, None] = {}  # names that each strip has its own of
+        self._strip = 0  # the one that is being written
 
     def _in_strips(self, settle: Callable[[], None] | None) -> None:
         """Every instruction; ``settle`` is called before anything is stored, where that has to wait."""
@@ -51,7 +52,7 @@ class StripWriter(InstructionWriter):
     def _row(self, steps: Sequence[Step], stores: Sequence[Step], settle: Callable[[], None] | None) -> None:
         """The steps in order, but first what they load for all strips of the row; then the stores."""
         plain = [step for step in steps if step.stage == "load" and step.level == FULL and not step.args]
-        loads = [step for step in plain if 0 in self._terms(step)]
+        loads = [step for step in plain if self.tile.words or 0 in self._terms(step)]
         self._each(loads)
         waiting: list[Step] = []
         for step in steps:
@@ -88,8 +89,8 @@ class StripWriter(InstructionWriter):
     def _strips(self, write: Callable[[], object]) -> None:
         """What ``write`` writes for each strip, with the strip's number behind the names that are its own."""
         for strip in range(self.tile.strips):
-            start, self._inside = len(self._lines), self._full(strip)
-            self._starts[1] = str(strip * self._axis(1).block) if strip else ""
+            start, self._strip, self._inside = len(self._lines), strip, self._full(strip)
+            self._starts[1] = self._strip_start(strip)
             write()
             self._inside = False
             self._lines[start:] = self._renamed(self._lines[start:], strip)
@@ -107,6 +108,10 @@ class StripWriter(InstructionWriter):
             total = f"{name}_strips"
         self._inside = False
         self._line(f"{name} = tl.reduce({total}, {self.tile.reduced_axis}, _{step.text}, keep_dims=True)")
+
+    def _strip_start(self, strip: int) -> str:
+        """The strip's first element."""
+        return str(strip * self._axis(1).block) if strip else ""
 
     def _full(self, strip: int) -> bool:
         """Has the row an element for each of the strip's lanes, wherever it starts?"""

@@ -54,6 +54,7 @@ class Tile:
     near: int = 0  # neighbours that share a maximum in a loop that sums exponentials, or 0: all of a block do
     mixed: bool = False  # programs walk ``share`` rows each, and sum columns beside
     strips: int = 0  # so many blocks along axis 1 hold a row, two or more; 0: one does, or it is walked
+    words: int = 0  # so far apart lie the strips' elements, which share a call of Philox; 0: they follow one another
 
     def follows(self, step: Step) -> bool:
         """True where the operand's rows lie ``row`` elements apart and run along axis 1."""

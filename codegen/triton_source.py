@@ -13,9 +13,9 @@ from codegen.online import ONLINE, end_lines, loop_lines
 from codegen.promotion import TRITON_TYPES
 from codegen.random_source import PHILOX
 from codegen.source_args import ArgumentList
-from codegen.strip_source import StripWriter
 from codegen.tile import Tile
 from codegen.triton_instructions import COMBINE, identity
+from codegen.word_source import WordWriter
 
 _HEADER = '''"""{title}"""
 
@@ -42,7 +42,7 @@ def _min(a, b):
 '''
 
 
-class SourceWriter(StripWriter):
+class SourceWriter(WordWriter):
     """Writes one kernel: its passes over the tile. ``settles``: all threads read what they pick before one of them stores."""
 
     def __init__(self, body: Body, tile: Tile, arguments: ArgumentList, settles: bool = False) -> None:
@@ -65,6 +65,9 @@ class SourceWriter(StripWriter):
         stores = [step for step in self.body.steps if step.stage == "store"]
         if self.tile.mixed:
             self._mixed(stores)
+            return
+        if self.tile.words:
+            self._in_words()
             return
         if not self.tile.looped:
             if self.tile.peel:

@@ -107,10 +107,17 @@ def test_rows_in_strips_draw_what_eager_draws() -> None:
         compile_all(made)
 
 
-def test_blocks_within_an_odd_number_of_elements_need_no_masks() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        made = check_dropout(data(3333, dtype=dtype), SMALL.changed("pointwise_block=16"))
-        assert "if begin + B1 <= n1:" in kernels(made)[0].kernel.source
+def test_elements_that_lie_far_apart_share_a_call_of_philox() -> None:
+    """Of an odd number of elements: a program takes what ATen's threads do in one call, and needs masks only at the end."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for numel in (513, 3333, 2047, 2049, 4097, 65537):
+            source = kernels(check_dropout(data(numel, dtype=dtype)))[0].kernel.source
+            assert source.count("= _philox(") == 1 and "if begin + 3 * s0 + B1 <= n1:" in source
+            plain, cut = source.split("if begin + ")[1].split("else:")
+            assert "mask" not in plain and "mask" in cut
+    check_dropout(data(3333), then="add.Tensor")
+    source = kernels(check_dropout(data(511)))[0].kernel.source
+    assert "begin + 3" not in source, "no thread has a second element"
 
 
 def check_dropout(x: torch.Tensor, tuning: Tuning = SMALL, then: str | None = None) -> Plan:
