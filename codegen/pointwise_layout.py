@@ -19,7 +19,6 @@ MANY, WRITTEN = 5, 2
 """Operands, and results among them, of which more are moved faster with fewer elements a thread: an optimizer's in bfloat16, by
 3 %. A rotary embedding's one result, from as many operands, takes a half longer so."""
 
-
 WORD_BLOCK = 512
 """Elements of each of a Philox call's four words in a program. On most GPUs the number of ATen's threads is a multiple of it."""
 

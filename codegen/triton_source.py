@@ -67,7 +67,7 @@ class SourceWriter(WordWriter):
             self._mixed(stores)
             return
         if self.tile.words:
-            self._in_words()
+            self._in_words(self._settle if self._settles else None)
             return
         if not self.tile.looped:
             if self.tile.peel:

@@ -6,6 +6,8 @@ launch's number of threads apart. A program here takes what so many threads do i
 
 from __future__ import annotations
 
+from typing import Callable
+
 from codegen.body import Step
 from codegen.draws import WORDS
 from codegen.instructions import UNIFORM
@@ -16,8 +18,9 @@ from codegen.strip_source import StripWriter
 class WordWriter(StripWriter):
     """Adds `_in_words`, a whole kernel behind the prologue."""
 
-    def _in_words(self) -> None:
-        """The calls, then every instruction for each of their words, with masks only where the elements end."""
+    def _in_words(self, settle: Callable[[], None] | None) -> None:
+        """The calls, then every instruction for each of their words, with masks only where the elements end; ``settle`` is called
+        before anything is stored, where that has to wait."""
         early = [step for step in self.body.steps if step.level == UNIFORM and step.stage != "store"]
         for step in early:
             self._emit(step)
@@ -35,7 +38,7 @@ class WordWriter(StripWriter):
             self._indent += 1
             self._cut = head == "else:"
             self._strips(self._strip_index)
-            self._row(rest, stores, None)
+            self._row(rest, stores, settle)
             self._indent -= 1
 
     def _emit(self, step: Step) -> None:
