@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Callable, Hashable, Iterator, Sequence
 
-from codegen.combo_source import MAX_ARGUMENTS, MAX_LANES, MOST_LARGE, ComboWriter, Lane, is_large, lanes_of, pieces
+from codegen.combo_source import MAX_BYTES, MAX_LANES, MOST_LARGE, ComboWriter, Lane, is_large, lanes_of, pieces
 from codegen.kernel import ExternStep, KernelStep, Offset, Plan, Refusal, Seed, Temporary
 from ir_nodes import settings
 from ir_nodes.node import Value
@@ -119,7 +119,7 @@ def moved(step: Step, value: Held) -> int:
 
 def kernel_key(step: Step) -> KernelKey | None:
     """Equal for steps that one lane can run; None for those that no combo can."""
-    if isinstance(step, ExternStep) or step.grid[1:] != (1, 1) or len(step.args) + 2 > MAX_ARGUMENTS:
+    if isinstance(step, ExternStep) or step.grid[1:] != (1, 1) or 8 * len(step.args) + 16 > MAX_BYTES:
         return None
     kernel = step.kernel
     draws = any(isinstance(arg, (Seed, Offset)) for arg in step.args)  # a generator moves on by one launch at a time
@@ -293,7 +293,7 @@ def pack(lanes: Sequence[Lane]) -> list[list[Lane]]:
     for lane in lanes:
         together = [*(packed[-1] if packed else []), lane]
         many = any(is_large(one.steps[0]) for one in together) and sum(len(one.steps) for one in together) > MOST_LARGE
-        if packed and not many and len(together) <= MAX_LANES and sum(one.arguments for one in together) < MAX_ARGUMENTS:
+        if packed and not many and len(together) <= MAX_LANES and sum(one.nbytes for one in together) <= MAX_BYTES:
             packed[-1] = together
         else:
             packed.append([lane])

@@ -41,6 +41,11 @@ def symbol(kernel: str, position: int) -> str:
     return f"{kernel}_param_{position}"
 
 
+def width(kind: str) -> int:
+    """Bytes of an argument of Triton type ``kind``."""
+    return 8 if kind[0] == "*" or kind.endswith("64") else 4
+
+
 def range_lines(mark: str, first: str, count: int) -> list[str]:
     """Lines that find which of ``count`` ranges ``pid`` lies in, and where that starts."""
     return [f'{mark}at = _range_of(pid, "{first}", {count}, {(count - 1).bit_length()})',
@@ -49,8 +54,7 @@ def range_lines(mark: str, first: str, count: int) -> list[str]:
 
 def argument_line(mark: str, name: str, kind: str, first: str, divisible: bool) -> str:
     """A line that picks the step's own argument of Triton type ``kind``."""
-    wide = kind[0] == "*" or kind.endswith("64")
-    text = f'_argument{64 if wide else 32}({mark}at, "{first}")'
+    text = f'_argument{8 * width(kind)}({mark}at, "{first}")'
     if kind[0] == "*":
         text += f".to(tl.pointer_type({_TYPES[kind[1:]]}))"
     elif kind[0] == "f":

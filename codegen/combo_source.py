@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Sequence
 
-from codegen.combo_arguments import HELPERS, argument_line, branch_lines, finds_by_number, range_lines, symbol
+from codegen.combo_arguments import HELPERS, argument_line, branch_lines, finds_by_number, range_lines, symbol, width
 from codegen.kernel import Kernel, KernelArg, KernelStep, Pointer, Scalar, Size, Temporary
 
-MAX_ARGUMENTS = 500
-"""Of eight bytes each: before CUDA 12.1 a launch took 4 KiB of arguments."""
+MAX_BYTES = 3900
+"""Of arguments: before CUDA 12.1 a launch took 4 KiB, of which some align them, and two are Triton's own."""
 
 MAX_LANES = 8
 LARGE, MOST_LARGE = 4 << 20, 8
 """Bytes of a step that is large, and how many steps of several kernels share a launch then: some may need more registers."""
 
-COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
 """How many steps of one kernel a combo holds, empty ranges included."""
 
 FLAT_WARPS, PER_WARP = 4, 128
@@ -85,10 +85,10 @@ class Lane:
         return next((count for count in COUNTS if count >= len(self.steps)), len(self.steps))
 
     @property
-    def arguments(self) -> int:
-        """How many run-time arguments the lane takes, those of its ranges included."""
-        own, same = (sum(how == kind for how in self.pattern) for kind in (OWN, SAME))
-        return self.count * (own + 1) + same + 1  # and where the lane ends
+    def nbytes(self) -> int:
+        """How many bytes the lane's run-time arguments take, those of its ranges included."""
+        own, same = widths(self.kernel, self.pattern)
+        return self.count * own + same
 
     @property
     def flat(self) -> bool:
@@ -111,6 +111,12 @@ def pattern_of(steps: Sequence[KernelStep]) -> Pattern:
     return tuple(found)
 
 
+def widths(kernel: Kernel, pattern: Pattern) -> tuple[int, int]:
+    """Bytes of arguments: those of each step, with where its programs begin; those of all, with where they end and ``per``."""
+    own, same = (sum(width(kind) for (_, kind), how in zip(kernel.signature, pattern) if how == wanted) for wanted in (OWN, SAME))
+    return own + 4, same + 8
+
+
 def place(arg: KernelArg) -> object:
     """What the argument stands for, whichever value of a buffer it names."""
     if isinstance(arg, Pointer):
@@ -122,8 +128,8 @@ def lanes_of(steps: Sequence[KernelStep]) -> list[Lane]:
     """The steps, which run one kernel, as lanes of as many steps as a launch takes, those with most to do first."""
     kernel, pattern = steps[0].kernel, pattern_of(steps)
     by_size = sorted(steps, key=lambda step: -(step.flat or step.grid[0]))
-    own, same = (sum(how == kind for how in pattern) for kind in (OWN, SAME))
-    most = max(count for count in COUNTS if count <= max(1, (MAX_ARGUMENTS - same - 2) // (own + 1)))
+    own, same = widths(kernel, pattern)
+    most = max(count for count in COUNTS if count <= max(1, (MAX_BYTES - same) // own))
     return [Lane(kernel, tuple(chunk), pattern) for chunk in even(by_size, most)]
 
 

@@ -12,7 +12,7 @@ from graphs import CACHE, check, kernels, record
 
 from codegen import combo, combo_source, triton_compile
 from codegen.combo import combine
-from codegen.combo_source import COUNTS, MAX_ARGUMENTS, MAX_LANES
+from codegen.combo_source import COUNTS, MAX_BYTES, MAX_LANES, width
 from codegen.fuse import plan
 from codegen.kernel import Plan, Size
 from codegen.tuning import Tuning
@@ -59,8 +59,8 @@ def test_adamw_over_twelve_parameters_is_one_launch() -> None:
 
 def test_many_parameters_take_as_many_launches_as_arguments_need() -> None:
     apart, made = counted(adamw, *lists(((16,),) * 100, 4))
-    most = max(len(step.args) for step in kernels(made))
-    assert apart == 100 and most <= MAX_ARGUMENTS and len(kernels(made)) <= -(-100 * 8 // (MAX_ARGUMENTS // 2))
+    most = max(sum(width(kind) for _, kind in step.kernel.signature) for step in kernels(made))
+    assert apart == 100 and MAX_BYTES // 2 < most <= MAX_BYTES and len(kernels(made)) == 2
 
 
 def test_a_loop_over_parameters_in_python_is_one_launch() -> None:
