@@ -20,17 +20,14 @@ MAX_BYTES = 3900
 
 MAX_LANES = 8
 LARGE, MOST_LARGE = 4 << 20, 8
-"""Bytes of a step that is large, and how many steps of several kernels share a launch then: some may need more registers."""
+"""Bytes of a step that is large, and how many steps share a launch then that run several kernels, of which some may need more
+registers, or whose arguments are chosen in branches, which holds all of them in registers."""
 
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
 """How many steps of one kernel a combo holds, empty ranges included."""
 
 FLAT_WARPS, PER_WARP = 4, 128
 """Warps of a launch of flat kernels at least, and elements that each takes at least."""
-
-MANY_BLOCKS, MOST_BLOCKS = 4096, 8
-"""Programs that keep a machine busy, and the most blocks that one program of a flat kernel walks beyond that: picking arguments
-costs some instructions, which large tensors should not pay for each block."""
 
 SAME, OWN = -1, -2
 """How an argument of a lane's kernel is passed: one for all steps, or one for each. 0 and up: the argument of that position."""
@@ -112,9 +109,9 @@ def pattern_of(steps: Sequence[KernelStep]) -> Pattern:
 
 
 def widths(kernel: Kernel, pattern: Pattern) -> tuple[int, int]:
-    """Bytes of arguments: those of each step, with where its programs begin; those of all, with where they end and ``per``."""
+    """Bytes of arguments: those of each step, with where its programs begin; those of all, with where they end."""
     own, same = (sum(width(kind) for (_, kind), how in zip(kernel.signature, pattern) if how == wanted) for wanted in (OWN, SAME))
-    return own + 4, same + 8
+    return own + 4, same + 4
 
 
 def place(arg: KernelArg) -> object:
@@ -130,6 +127,7 @@ def lanes_of(steps: Sequence[KernelStep]) -> list[Lane]:
     by_size = sorted(steps, key=lambda step: -(step.flat or step.grid[0]))
     own, same = widths(kernel, pattern)
     most = max(count for count in COUNTS if count <= max(1, (MAX_BYTES - same) // own))
+    most = most if finds_by_number(most) or not any(map(is_large, steps)) else min(most, MOST_LARGE)
     return [Lane(kernel, tuple(chunk), pattern) for chunk in even(by_size, most)]
 
 
@@ -157,7 +155,6 @@ class ComboWriter:
         wanted = [step.kernel.num_warps for lane in lanes for step in lane.steps]
         self.num_warps = max((lane.kernel.num_warps for lane in lanes if not lane.flat), default=max(FLAT_WARPS, *wanted))
         self._blocks = {lane: self.num_warps * max(PER_WARP, *map(per_warp, lane.steps)) for lane in lanes if lane.flat}
-        self.per = self._blocks_per_program()
         self.entries: list[tuple[str, str, KernelArg]] = []
         self._names: set[str] = set()
         self.constants: list[tuple[str, int]] = []
@@ -180,12 +177,8 @@ class ComboWriter:
                           tuple(dict.fromkeys(value for step in steps for value in step.writes)),
                           picks=tuple(pick for step in steps for pick in step.picks))
 
-    def _blocks_per_program(self) -> int:
-        blocks = sum(-(-step.flat // block) for lane, block in self._blocks.items() for step in lane.steps)
-        return min(max(blocks // MANY_BLOCKS, 1), MOST_BLOCKS)
-
     def _programs(self, lane: Lane, step: KernelStep) -> int:
-        return -(-step.flat // (self._blocks[lane] * self.per)) if lane.flat else step.grid[0]
+        return -(-step.flat // self._blocks[lane]) if lane.flat else step.grid[0]
 
     def _name(self) -> str:
         counts = "_".join(str(lane.count) for lane in self.lanes)
@@ -219,8 +212,6 @@ class ComboWriter:
         return name
 
     def _dispatch(self) -> None:
-        if any(lane.flat for lane in self.lanes):
-            self._add("per", "i32", Size(self.per))
         self._line(1, "pid = tl.program_id(0)")
         base = 0
         for number, lane in enumerate(self.lanes):
@@ -286,9 +277,4 @@ class ComboWriter:
         function = next((known for text, known in self._functions.items() if text.endswith(body)), f"lane{len(self._functions)}")
         self._functions.setdefault(f"@triton.jit\ndef {function}{body}", function)
         arguments = ", ".join(by_name[name] for name in cut.parameters)
-        if not lane.flat:
-            self._line(indent, f"{function}(pid - {mark}first, {arguments})")
-            return
-        self._line(indent, f"{mark}block = (pid - {mark}first) * per")
-        self._line(indent, f"for {mark}step in range({mark}block, {mark}block + per):")
-        self._line(indent + 1, f"{function}({mark}step, {arguments})")
+        self._line(indent, f"{function}(pid - {mark}first, {arguments})")

@@ -108,11 +108,9 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
         return _mixed(body, dims, strides, (kept, gone), tuning)
     lane = lane if looped else _lane_held(body, tuning, lane, -(-body.kept // block_x))
     warps = strip_warps(body, block_r, lane) if strips else warps_for(block_x * block_r, lane, 32)
-    if strips and (walked := _filling(body, dims, strides, (kept, gone), tuning, block_r)):
-        return walked
     if looped and not column and not share and warps_resident(body, tuning) > warps:
         warps = warps_resident(body, tuning)
-        step = warps * 32 * tuning.rewalked_lane // (2 if extent % KNOWN else 1)
+        step = warps * 32 * tuning.rewalked_bytes // ((2 if narrow(body) else 4) * (2 if extent % KNOWN else 1))
         block_r = min(step if makes_gradient(body) else max(block_r, step), power_of_two(extent))
     axis_x, axis_r = Axis(kept, body.kept, block_x), Axis(gone, extent, block_r)
     axes = (axis_r, axis_x, None) if column else (axis_x, axis_r, None)
@@ -166,22 +164,6 @@ def _mixed(body: Body, dims: tuple[int, ...], strides: Strides, split: tuple[tup
     axes = (Axis(split[0], body.kept, down), Axis(split[1], body.extent, along), None)
     tile = Tile(dims, strides, axes, 1, False, share, warps, _ahead(body, tuning, down * along * max(strips, 1)), shares=shares,
                 mixed=True, strips=strips)
-    return cover(tile, body, tuning.covered)
-
-
-def _filling(body: Body, dims: tuple[int, ...], strides: Strides, split: tuple[tuple[int, ...], tuple[int, ...]],
-             tuning: Tuning, strip: int) -> Tile | None:
-    """Programs that fill a multiprocessor each: they walk several rows, and load the next ones while they compute, which no other
-    program would do meanwhile. None where rows are short or few, or too long for its memory."""
-    strips = strips_of(body, strip)
-    stages = _ahead(body, replace(tuning, shared_bytes=tuning.filled_bytes), strip * strips)
-    few = strip * strips < tuning.filling or body.kept < 2 * tuning.cores
-    if few or stages < 2 or not settings.enabled("rows_ahead"):
-        return None
-    alike = 8 // math.gcd(body.extent, 8)  # so many rows on, one lies as far from a 16-byte boundary
-    programs = max(tuning.cores // alike, 1) * alike
-    axes = (Axis(split[0], body.kept, 1), Axis(split[1], body.extent, strip), None)
-    tile = Tile(dims, strides, axes, 1, False, -(-body.kept // programs), 32, stages, shares=programs, mixed=True, strips=strips)
     return cover(tile, body, tuning.covered)
 
 

@@ -102,8 +102,7 @@ def tuning_of(context: Context) -> Tuning:
     cores, blocks = device.multi_processor_count, device.max_threads_per_multi_processor // BLOCK
     programs, shared = cores * HOPPER.programs // HOPPER.cores, device.shared_memory_per_block_optin
     return replace(HOPPER, cores=cores, programs=programs, few=programs, philox_blocks=cores * blocks, packs=device.major >= 8,
-                   shared_bytes=min(HOPPER.shared_bytes, shared * 3 // 4),
-                   filled_bytes=min(HOPPER.filled_bytes, shared - (8 << 10)))
+                   shared_bytes=min(HOPPER.shared_bytes, shared * 3 // 4))
 
 
 def load_kernels(kernels: Sequence[Kernel], context: Context) -> dict[Kernel, Function]:

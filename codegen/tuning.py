@@ -41,16 +41,15 @@ class Tuning:
     parts of the registers: that wastes more instructions than walking it again. ``resident``: MiB of rows that are worked on at
     a time where rows are walked more than once, so that the cache holds them, or 0; ``rewalked``: the same where a loss's kernel
     walks its row again for the gradient, unless the row is short enough for ``once``, ``rewalking``: warps of it that run on a
-    multiprocessor, with 64 registers a thread, ``rewalked_lane``: elements per thread of its loops over rows on 16-byte
-    boundaries, half as many over others; ``near``: a thread's
-    neighbours have a maximum of their own beside sums of exponentials, in such a kernel, or in all that loop (2), or in none
-    (0). ``split_column`` and ``split_row``: the longest reduction that is left to one program where there are few results;
+    multiprocessor, with 64 registers a thread, ``rewalked_bytes``: what each thread loads of an operand at a time in its loops
+    over rows on 16-byte boundaries, half as much over others; ``near``: a thread's neighbours have a maximum of their own
+    beside sums of exponentials, in such a kernel, or in all that loop (2), or in none (0). ``split_column`` and ``split_row``:
+    the longest reduction that is left to one program where there are few results;
     ``split_numel``: below so many elements none is split. ``mixed_row``, ``mixed_rows``: the longest row and the fewest rows
     that are reduced together with columns, ``mixed_tile``: elements per step of that, ``shared_bytes``: what its loads ahead
     may take of a multiprocessor's memory; ``walks``: the fewest short rows of which programs walk several so although no
-    columns are reduced, or 0; ``filling``: the shortest rows held in strips whose programs fill a multiprocessor, and do so,
-    ``filled_bytes``: what each of them may take of its memory. ``product_rows``, ``product_columns``, ``product_depth``: a matrix
-    product's block, and how many summands its loop takes at a time. ``pointwise_lane``: 4-byte elements per thread of a kernel
+    columns are reduced, or 0. ``product_rows``, ``product_columns``, ``product_depth``: a matrix product's block, and how many
+    summands its loop takes at a time. ``pointwise_lane``: 4-byte elements per thread of a kernel
     that reduces nothing, ``thread_bytes``: what these may take in all its operands together. ``philox_blocks``: blocks of 256
     threads that the machine runs at a time, which decides the random numbers that ATen's kernels draw; 0 where generators are not
     Philox. ``peeled``, ``covered``: the shortest rows off 16-byte boundaries that `codegen.aligned` treats, ``run_on``: the
@@ -72,7 +71,7 @@ class Tuning:
     resident: int = 0
     rewalked: int = 24
     rewalking: int = 32
-    rewalked_lane: int = 16
+    rewalked_bytes: int = 64
     near: int = 1
     looped: int = 4096
     online: int = 2048
@@ -92,8 +91,6 @@ class Tuning:
     mixed_tile: int = 1024
     walks: int = 0
     shared_bytes: int = 160 << 10
-    filling: int = 24576
-    filled_bytes: int = 216 << 10
     pointwise_lane: int = 8
     thread_bytes: int = 128
     product_rows: int = 128

@@ -29,7 +29,6 @@ OPTIMISATIONS: dict[str, str] = {
     "split": "long reductions with few results are split over programs",
     "tiling": "two-dimensional tiles where operands disagree on the fast axis",
     "row_strips": "rows that no power of two fits are held in registers in several strips",
-    "rows_ahead": "programs with rows that fill a multiprocessor's registers load their next row while they compute",
     "aligned_rows": "rows that start or end off 16-byte boundaries are read in whole vectors",
     "loop_order": "a kernel walks its dimensions in the order that suits its operands",
     "packed_rounding": "rounding to bfloat16 between two steps of a kernel is one instruction",

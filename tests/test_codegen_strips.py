@@ -75,25 +75,6 @@ def test_very_long_rows_are_read_once() -> None:
     assert strips(step) == 13 and step.kernel.source.count("tl.load(") == 13
 
 
-@pytest.mark.parametrize("dtype, stages", [(torch.bfloat16, 3), (torch.float32, 2)], ids=["bfloat16", "float32"])
-def test_what_programs_load_early_fits_into_a_multiprocessor(dtype: torch.dtype, stages: int) -> None:
-    (step,) = kernels(plan(record(lambda x: x.softmax(-1), data(530, 50257, dtype=dtype))[0].graph))
-    built = triton_compile.compile_for_hopper(step.kernel, CACHE)
-    assert f"num_stages={stages}" in step.kernel.source and 200 << 10 < built.shared <= 227 << 10
-    assert step.grid == (128, 1, 1) and built.num_warps == 32, "rows off boundaries: every 128th lies alike"
-
-
-@DTYPES
-@pytest.mark.parametrize("length", [768, 1003, 1600, 2054])
-def test_programs_that_fill_a_multiprocessor_walk_rows(length: int, dtype: torch.dtype) -> None:
-    filling = ANY.changed("filling=512,cores=6")
-    x, w = data(19, length, dtype=dtype), data(length, dtype=dtype, seed=2)
-    for program, inputs in ((lambda x: (x.softmax(-1), x.logsumexp(-1)), (x,)), (add_norm, (x, x + 1, w)),
-                            (lambda x: (x * 2).sum(-1), (x,)), (lambda x: x.log_softmax(-1), (x[3:],))):
-        made = check(program, *inputs, tuning=filling, **near(dtype))
-        assert all(strips(step) and "in tl.range(" in step.kernel.source for step in kernels(made))
-
-
 def test_only_the_ends_of_rows_have_masks() -> None:
     (step,) = kernels(plan(record(norm, data(600, 5003, dtype=torch.bfloat16))[0].graph))
     loads = [line for line in step.kernel.source.split("\n") if "tl.load(" in line]
