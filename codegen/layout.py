@@ -110,7 +110,7 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
     warps = strip_warps(body, block_r, lane) if strips else warps_for(block_x * block_r, lane, 32)
     if looped and not column and not share and warps_resident(body, tuning) > warps:
         warps = warps_resident(body, tuning)
-        step = warps * 32 * tuning.rewalked_bytes // ((2 if narrow(body) else 4) * (2 if extent % KNOWN else 1))
+        step = warps * 32 * tuning.rewalked_bytes // ((2 if narrow(body) else 4) * (4 if extent % KNOWN else 1))
         block_r = min(step if makes_gradient(body) else max(block_r, step), power_of_two(extent))
     axis_x, axis_r = Axis(kept, body.kept, block_x), Axis(gone, extent, block_r)
     axes = (axis_r, axis_x, None) if column else (axis_x, axis_r, None)

@@ -42,7 +42,7 @@ class Tuning:
     a time where rows are walked more than once, so that the cache holds them, or 0; ``rewalked``: the same where a loss's kernel
     walks its row again for the gradient, unless the row is short enough for ``once``, ``rewalking``: warps of it that run on a
     multiprocessor, with 64 registers a thread, ``rewalked_bytes``: what each thread loads of an operand at a time in its loops
-    over rows on 16-byte boundaries, half as much over others; ``near``: a thread's neighbours have a maximum of their own
+    over rows on 16-byte boundaries, a quarter over others; ``near``: a thread's neighbours have a maximum of their own
     beside sums of exponentials, in such a kernel, or in all that loop (2), or in none (0). ``split_column`` and ``split_row``:
     the longest reduction that is left to one program where there are few results;
     ``split_numel``: below so many elements none is split. ``mixed_row``, ``mixed_rows``: the longest row and the fewest rows
