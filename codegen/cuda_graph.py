@@ -1,4 +1,5 @@
-"""Cuts a program into stretches that the driver may replay as CUDA graphs. Imports codegen's memory modules and `ir_nodes`.
+"""Cuts a program into stretches that the driver may replay as CUDA graphs. Imports torch, `ir_nodes` and codegen's memory
+modules.
 
 A stretch is a run of steps of which each only launches work. What ends one is told by `Emit.blocked`: Python, collectives, ATen
 kernels that draw random numbers in a way of their own; and the border between two segments, so that a profile still shows each.
@@ -13,12 +14,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol, Sequence
 
+import torch
+
 from codegen.guests import Block
 from codegen.memory_plan import MemoryPlan
 from codegen.static_plan import padded
 from codegen.step_use import StepUse
 from ir_nodes import BufferKind, Graph, Node
-from ir_nodes.node import ScalarInput
+from ir_nodes.node import Operand, ScalarInput
 
 SHORTEST = 4  # steps worth a graph, unless one of them would run Python
 MOVABLE, MOVABLE_INPUT = 1 << 20, 1 << 28  # bytes: what moves and is larger is not worth the copy; an input moves once a step
@@ -72,11 +75,15 @@ _SEED_ELSEWHERE = frozenset(("_efficient_attention_forward", "_scaled_dot_produc
 """Ops that hand their seed and offset, the third and the fourth result, to their backward: in the GPU's memory where they are
 captured, else in the host's. So both have to be captured, or neither."""
 
+_INDEXED, _MASKS = frozenset(("index_put", "index_put_", "_index_put_impl_")), (torch.bool, torch.uint8)
+
 
 def blocked_call(node: Node) -> str:
     """Why a CUDA graph can't hold the ATen call of ``node``; "": it can."""
     if node.effects and node.name not in _PHILOX | _SEED_ELSEWHERE:
         return f"{node.target} draws random numbers as no CUDA graph can"
+    if node.name in _INDEXED and any(isinstance(index, Operand) and index.layout.dtype in _MASKS for index in node.args[1]):
+        return f"{node.target} waits for the GPU to tell how many elements its mask chooses"
     return "" if node.target.startswith("aten::") else f"{node.target} is not PyTorch's own"
 
 

@@ -116,8 +116,11 @@ def lower_index(node: Node) -> list[Part]:
 
 
 def lower_index_put(node: Node) -> list[Part]:
-    """index_put_ and its like, with tensors of integers: stores, or float32 sums in an order that differs from run to run."""
+    """index_put_ and its like, with tensors of integers: stores, or float32 sums in an order that differs from run to run; with
+    a mask: see `lower_masked_put`."""
     args, write = arguments(node), node.writes[0]
+    if [index.layout.dtype for index in args["indices"] if index is not None] == [torch.bool]:
+        return lower_masked_put(node, args)
     source, values = operand_of(args["self"]), operand_of(args["values"])
     if len(node.writes) != 1 or source.layout != write.layout or write.base is None:
         raise Unsupported(f"no kernel for {node.target}")
@@ -130,6 +133,33 @@ def lower_index_put(node: Node) -> list[Part]:
         check_order(write.layout.dtype)
     lowering.put(write.value, rest, places, value, "add" if args["accumulate"] else "set")
     lowering.part.after = (write.base,)
+    return [lowering.part]
+
+
+def lower_masked_put(node: Node, args: dict[str, Any]) -> list[Part]:
+    """x[:, mask] = values that are the same for all that the mask chooses: elementwise, where ATen waits for the GPU to tell how
+    many those are."""
+    source, values, layout = operand_of(args["self"]), operand_of(args["values"]), node.writes[0].layout
+    before, mask = next((dim, index) for dim, index in enumerate(args["indices"]) if index is not None)
+    covered, rank = len(mask.layout.size), len(layout.size)
+    behind = rank - before - covered
+    through = len(values.layout.size) - behind - 1  # the dimension of values that runs through the elements chosen
+    if len(node.writes) != 1 or layout.size[before : rank - behind] != mask.layout.size or not covered:
+        raise Unsupported(f"no kernel for {node.target}")
+    if through >= 0 and values.layout.size[through] != 1:
+        raise Unsupported("as many values as the mask chooses elements")
+    if args["accumulate"] and layout.dtype is torch.bool:
+        raise Unsupported("sums of bool")
+    lowering = Lowering(node, layout.size)
+    one = values.layout
+    if through >= 0:
+        size, stride = ((*of[:through], *(fill,) * covered, *of[through + 1 :]) for of, fill in ((one.size, 1), (one.stride, 0)))
+        one = replace(one, size=size, stride=stride)
+    chosen = lowering.load(Operand(mask.value, _spread(mask.layout, 0, behind)))
+    old, new = lowering.load(source), lowering.cast(lowering.load(Operand(values.value, one)), layout.dtype)
+    if args["accumulate"]:
+        new = lowering.cast(lowering.expr("{0} + {1}", old, new, dtype=old.dtype), layout.dtype)
+    lowering.write(0, lowering.expr("tl.where({0}, {1}, {2})", chosen, new, old, dtype=old.dtype))
     return [lowering.part]
 
 

@@ -43,6 +43,8 @@ class Pool:
 # By device and by the stream that graphs will run on. Graphs that are captured on one stream share cuBLAS's workspace there, too.
 _streams: dict[tuple[int, int], torch.cuda.Stream] = {}  # the default stream can't be captured
 _pools: weakref.WeakValueDictionary[tuple[int, int], Pool] = weakref.WeakValueDictionary()
+_failed: list[torch.cuda.CUDAGraph] = []
+"""Captures that failed: PyTorch up to 2.11 leaves its allocator of pinned memory with a function that looks at them."""
 
 
 def capture(device: int, states: Sequence[torch.Generator], body: Callable[[int], None]) -> tuple[int, Callable[[], None]]:
@@ -64,12 +66,13 @@ def capture(device: int, states: Sequence[torch.Generator], body: Callable[[int]
         with torch.cuda.stream(stream):
             ranged, pool, before = can_map(device), pool_of(key), torch.cuda.memory_reserved()
             with in_one_range() if ranged else contextlib.nullcontext():
-                graph.capture_begin(pool.handle, capture_error_mode="thread_local")
                 try:
+                    graph.capture_begin(pool.handle, capture_error_mode="thread_local")
                     body(stream.cuda_stream)
                     graph.capture_end()
                     graph.instantiate()
                 except BaseException:
+                    _pools.pop(key, None)  # PyTorch up to 2.11 lets no graph into a pool in which a capture has failed
                     abandon(graph, device, pool.handle)
                     raise
         if torch.cuda.memory_reserved() - before >= LARGE:
@@ -168,7 +171,9 @@ def nothing(pool: Any = None) -> torch.cuda.CUDAGraph:
 
 def abandon(graph: torch.cuda.CUDAGraph, device: int, pool: Any) -> None:
     """Take back what a capture has begun that failed. PyTorch up to 2.11 leaves its allocator as if it still captured, so that
-    memory which several streams use is never free again, and its generator, which then refuses to draw."""
+    memory which several streams use is never free again, and its generator, which then refuses to draw. What it leaves in its
+    allocator of pinned memory can't be taken back: ``pool`` must not be captured into again."""
+    _failed.append(graph)
     with contextlib.suppress(RuntimeError):  # the first error is the one to show
         graph.capture_end()
     with contextlib.suppress(RuntimeError):  # raised where PyTorch has done so, and gives the pool back by itself

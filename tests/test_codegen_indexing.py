@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from graphs import CACHE, check, compile_all, execute, externs, kernels, record
 
+from codegen.cuda_graph import blocked_call
 from codegen.fuse import plan
 from codegen.triton_compile import compile_for_hopper
 from codegen.tuning import HOPPER, Tuning
@@ -114,6 +115,39 @@ def test_index_put() -> None:
     check(put, data(9, 4, dtype=torch.bfloat16), torch.tensor([3, 1, -2]), data(1, 4, dtype=torch.bfloat16, seed=1), count=2)
     for program in (add, gradient):
         check(program, data(3, 7, 7), torch.tensor([1, 4, 1, -1]), data(3, 4, seed=1), rtol=1e-4, atol=1e-5)
+
+
+MASKED: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
+    "a vector": ((4, 6, 8), (4, 6), (8,)), "a row": ((4, 6, 8), (4, 6), (1, 8)), "a number": ((4, 6, 8), (4, 6), (1,)),
+    "all dimensions": ((4, 6), (4, 6), (1,)), "behind": ((3, 4, 6), (4, 6), (3, 1)), "between": ((3, 4, 5, 2), (4, 5), (1, 2)),
+    "before and behind": ((3, 4, 5, 2), (4, 5), (3, 1, 2)), "one of few": ((3, 1, 2), (1,), (3, 1, 1)),
+}  # fmt: skip
+"""Sizes of a tensor, of a mask and of what is put where it is true."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("accumulate", [False, True], ids=["set", "add"])
+@pytest.mark.parametrize("name", MASKED)
+def test_index_put_with_a_mask_is_elementwise(name: str, accumulate: bool, dtype: torch.dtype) -> None:
+    size, chosen, given = MASKED[name]
+    place = next(at for at in range(len(size)) if size[at : at + len(chosen)] == chosen and (name != "between" or at))
+
+    def program(x: torch.Tensor, mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return aten.index_put_(x + 1, [*[None] * place, mask], values, accumulate) * 2
+
+    x, values = (data(*n).mul(9).to(dtype) for n in (size, given))
+    check(program, x, data(*chosen) > 0, values, count=1)
+    mask, beside = data(*chosen) > 0, [None] * place
+    check(lambda x, mask, values: aten.index_put(x, [*beside, mask], values, accumulate), x, mask, values, count=1)
+
+
+def test_masks_that_choose_among_values_are_atens_and_wait() -> None:
+    mask = data(9) > 0
+    for index in (mask, mask.to(torch.uint8)):
+        recording, _ = record(lambda x, m, v: aten.index_put_(x * 2, [m], v), data(9, 4), index, data(int(mask.sum()), 4))
+        (step,) = externs(plan(recording.graph))
+        assert step.reason == ("as many values as the mask chooses elements" if index is mask else "indices of dtype uint8")
+        assert "how many elements its mask chooses" in blocked_call(step.node)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -22,14 +22,18 @@ class Graph:
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         assert capture_error_mode == "thread_local" and self.stands.used.get(pool, 1) > 0
-        self.stands.used[pool] = self.stands.used.get(pool, 0) + 1
         self.pool = pool
         self.stands.calls.append(("begin", pool))
+        if pool in self.stands.recording:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        self.stands.used[pool] = self.stands.used.get(pool, 0) + 1
+        self.stands.recording.add(pool)
 
     def capture_end(self) -> None:
         self.stands.calls.append(("end", self.pool))
         if self.pool is not None and "failed" in self.stands.calls:
             raise RuntimeError("operation failed due to a previous error during capture")
+        self.stands.recording.discard(self.pool)
 
     def instantiate(self) -> None:
         self.instantiated = True
@@ -55,6 +59,7 @@ class Stands:
         self.current = SimpleNamespace(stream_id=0, cuda_stream=0)
         self.made = self.pools = 0
         self.used: dict[Any, int] = {}
+        self.recording: set[Any] = set()  # pools that the allocator of pinned memory takes for being captured into
         self.reserved, self.allocated, self.free, self.takes = 1 << 30, 1 << 30, 1 << 33, 0
 
     def pool(self) -> tuple[int, int]:
@@ -135,6 +140,29 @@ def test_a_capture_that_fails_is_undone(cuda: Stands) -> None:
     pool = [] if cuda.ends_itself else [("end pool", (0, 1)), ("release pool", (0, 1))]
     nothing = [("begin", None), ("end", None)]
     assert cuda.calls == [("begin", (0, 1)), ("end", (0, 1)), ("begin", (0, 1)), "failed", ("end", (0, 1)), *pool, *nothing]
+
+
+def test_a_pool_in_which_a_capture_failed_is_not_used_again(cuda: Stands) -> None:
+    def body(stream: int) -> None:
+        cuda.calls.append("failed")
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    kept = [graphs.capture(0, (), lambda stream: None)]
+    with pytest.raises(RuntimeError, match="not permitted"):
+        graphs.capture(0, (), body)
+    cuda.calls.clear()
+    kept.append(graphs.capture(0, (), lambda stream: None))
+    assert cuda.calls == [("begin", (0, 2)), ("end", (0, 2))] * 2
+
+
+def test_a_capture_that_can_not_begin_is_undone(cuda: Stands) -> None:
+    """It has told the generator before."""
+    kept = [graphs.capture(0, (), lambda stream: None)]
+    cuda.recording.add((0, 1))
+    cuda.calls.clear()
+    with pytest.raises(RuntimeError, match="already recording"):
+        graphs.capture(0, (), lambda stream: None)
+    assert cuda.calls[0] == ("begin", (0, 1)) and cuda.calls[-2:] == [("begin", None), ("end", None)] and len(kept) == 1
 
 
 def test_states_are_known_before_the_capture_begins_and_replays_go_through_pytorch(cuda: Stands) -> None:
