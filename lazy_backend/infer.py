@@ -30,13 +30,13 @@ _CHECKED_BY_RUNNING = frozenset(
     "_linalg_eigh _linalg_solve_ex linalg_qr linalg_lu linalg_lu_factor_ex linalg_inv_ex linalg_cholesky_ex gelu hardsigmoid "
     "hardswish amax amin max min".split()
 )
-# They have no Meta kernel, need none as they give nothing new, and are checked by running.
-_UPDATES = frozenset(["_fused_sgd_"])
+_UPDATES = frozenset("_fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_".split())  # need no Meta: they give nothing new
+# They have no Meta kernel, and what they give has a size that follows from the sizes of what they are given.
+_SHAPED_BY_RUNNING = frozenset("_logcumsumexp _standard_gamma_grad _thnn_fused_gru_cell _thnn_fused_gru_cell_backward".split())
 # Their kernels for the CPU give `out` other strides than they found; that of `svd` gives other strides on CUDA than Meta says.
 _RESTRIDES = ("replication_pad", "reflection_pad", "_linalg_svd", "linalg_l", "linalg_eig", "_linalg_eigh", "linalg_qr", "ormqr",
               "linalg_householder", "triangular_solve", "lu_solve", "cholesky_inverse", "_fft_")  # fmt: skip
-# Pointwise, but their kernels make a contiguous result first and fill it.
-_OWN_RESULT = ("mvlgamma", "angle")
+_OWN_RESULT = ("mvlgamma", "angle")  # pointwise, but their kernels make a contiguous result first and fill it
 # Their results on CUDA have other layouts than on a CPU.
 _OTHERWISE_ON_CPU = frozenset("_embedding_bag _embedding_bag_forward_only max_unpool2d max_unpool3d".split())
 # Their integers are pivots, counted from one: kernels write where zeros point to.
@@ -107,12 +107,12 @@ def infer(target: str, args: Arguments, device: torch.device) -> Answer:
 
 def layouts(target: str, args: Arguments, metas: Arguments, device: torch.device) -> tuple[Arguments, list[Any]]:
     """Stand-ins for the arguments after the call, and for its returns. Raises Refusal."""
-    doubt = doubts(target)
+    doubt, base = doubts(target), ops.split(target)[1]
     try:
-        given, returns = metas, [] if ops.split(target)[1] in _UPDATES else call(target, metas)
-    except NotImplementedError:
-        raise Refusal(MISSING) from None
-    except Exception:
+        given, returns = metas, [] if base in _UPDATES else call(target, metas)
+    except Exception as error:
+        if isinstance(error, NotImplementedError) and base not in _SHAPED_BY_RUNNING:
+            raise Refusal(MISSING) from None
         if not doubt.layouts:
             raise Refusal(REFUSED) from None
         given, returns = (), []

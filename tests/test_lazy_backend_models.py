@@ -106,7 +106,9 @@ def test_channels_last() -> None:
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers(kind: Callable[..., nn.Module]) -> None:
     torch.manual_seed(0)
+    before = lazy_backend.stats()["fallbacks"]
     compare(Last(kind(8, 16, 2, batch_first=True)), torch.randn(4, 7, 8), labels(4), F.cross_entropy)
+    assert lazy_backend.stats()["fallbacks"] == before, "no op had to run by itself"
 
 
 @DRAWS_LIKE_CPU
@@ -122,8 +124,17 @@ def test_checkpoint_draws_the_same_dropout_again() -> None:
     compare(Checkpointed(), torch.randn(4, 8), labels(4), F.cross_entropy)
 
 
+def with_tensor(kind: Any, parameters: list[Tensor]) -> torch.optim.Optimizer:
+    return kind(parameters, lr=torch.tensor(1e-2, device=parameters[0].device), fused=True)  # type: ignore[no-any-return]
+
+
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "adagrad fused": lambda p: torch.optim.Adagrad(p, lr=1e-2, fused=True),
+    **{
+        f"{kind.__name__} fused, a tensor as rate": lambda p, kind=kind: with_tensor(kind, list(p))
+        for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+    },
     "adam for-loop": lambda p: torch.optim.Adam(p, lr=1e-2, foreach=False),
     **{
         kind.__name__: lambda p, kind=kind: kind(p, lr=1e-2)
@@ -144,7 +155,9 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name: str) -> None:
     torch.manual_seed(0)
+    before = lazy_backend.stats()["fallbacks"]
     compare(nn.Linear(4, 4), torch.randn(3, 4), torch.randn(3, 4), F.mse_loss, OPTIMIZERS[name])
+    assert lazy_backend.stats()["fallbacks"] == before, "no op had to run by itself"
 
 
 def test_autocast_casts_as_cuda_does() -> None:
