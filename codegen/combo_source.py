@@ -1,8 +1,8 @@
 """Writes the source of a combo: one launch that does the work of several kernel steps. Imports codegen's kernel modules.
 
-Programs are cut into ranges. Where many steps run one kernel, a tree of comparisons picks the arguments of the range that a
-program lies in; where kernels differ, each has a lane of its own. How many there are is rounded up to a few numbers with empty
-ranges, so that few texts arise; no size is in the text.
+Programs are cut into ranges. Where several steps run one kernel, a program finds the range that it lies in, and by its number the
+arguments (`combo_arguments.py`); where kernels differ, each has a lane of its own. How many there are is rounded up to a few
+numbers with empty ranges, so that few texts arise; no size is in the text.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def lanes_of(steps: Sequence[KernelStep]) -> list[Lane]:
     by_size = sorted(steps, key=lambda step: -(step.flat or step.grid[0]))
     own, same = widths(kernel, pattern)
     most = max(count for count in COUNTS if count <= max(1, (MAX_BYTES - same) // own))
-    most = most if finds_by_number(most) or not any(map(is_large, steps)) else min(most, MOST_LARGE)
+    if not finds_by_number(most) and any(map(is_large, steps)):
+        most = min(most, MOST_LARGE)
     return [Lane(kernel, tuple(chunk), pattern) for chunk in even(by_size, most)]
 
 

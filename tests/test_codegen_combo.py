@@ -217,7 +217,7 @@ def test_what_is_loaded_in_wide_vectors_alone_is_so_in_a_combo() -> None:
     assert len(loads) >= 4 and len(stores) >= 3 and all(".v4" in one for one in (*loads, *stores))
 
 
-def test_branches_choose_among_few_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_branches_choose_among_few_large_tensors() -> None:
     """All arguments that branches choose from lie in registers."""
     large = [torch.ones(1).expand(1).new_empty(1 << 23) for _ in range(9)]
     assert len(kernels(counted(scaled, *large)[1])) == 1

@@ -130,14 +130,9 @@ MASKED: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
 @pytest.mark.parametrize("name", MASKED)
 def test_index_put_with_a_mask_is_elementwise(name: str, accumulate: bool, dtype: torch.dtype) -> None:
     size, chosen, given = MASKED[name]
-    place = next(at for at in range(len(size)) if size[at : at + len(chosen)] == chosen and (name != "between" or at))
-
-    def program(x: torch.Tensor, mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        return aten.index_put_(x + 1, [*[None] * place, mask], values, accumulate) * 2
-
-    x, values = (data(*n).mul(9).to(dtype) for n in (size, given))
-    check(program, x, data(*chosen) > 0, values, count=1)
-    mask, beside = data(*chosen) > 0, [None] * place
+    place = next(at for at in range(len(size)) if size[at : at + len(chosen)] == chosen)
+    (x, values), mask, beside = (data(*n).mul(9).to(dtype) for n in (size, given)), data(*chosen) > 0, [None] * place
+    check(lambda x, mask, values: aten.index_put_(x + 1, [*beside, mask], values, accumulate) * 2, x, mask, values, count=1)
     check(lambda x, mask, values: aten.index_put(x, [*beside, mask], values, accumulate), x, mask, values, count=1)
 
 

@@ -86,6 +86,11 @@ class Stands:
         """What a graph's memory takes."""
         self.reserved, self.free = self.reserved + self.takes, self.free - self.takes
 
+    def fail(self, stream: int) -> None:
+        """What can't be captured."""
+        self.calls.append("failed")
+        raise RuntimeError("operation not permitted when stream is capturing")
+
     def empty_cache(self) -> None:
         self.calls.append("empty cache")
         self.free, self.reserved = self.free + self.reserved - self.allocated, self.allocated
@@ -131,25 +136,17 @@ def test_a_pool_ends_with_its_last_graph(cuda: Stands) -> None:
 
 
 def test_a_capture_that_fails_is_undone(cuda: Stands) -> None:
-    def body(stream: int) -> None:
-        cuda.calls.append("failed")
-        raise RuntimeError("operation not permitted when stream is capturing")
-
     with pytest.raises(RuntimeError, match="not permitted"):
-        graphs.capture(0, (), body)
+        graphs.capture(0, (), cuda.fail)
     pool = [] if cuda.ends_itself else [("end pool", (0, 1)), ("release pool", (0, 1))]
     nothing = [("begin", None), ("end", None)]
     assert cuda.calls == [("begin", (0, 1)), ("end", (0, 1)), ("begin", (0, 1)), "failed", ("end", (0, 1)), *pool, *nothing]
 
 
 def test_a_pool_in_which_a_capture_failed_is_not_used_again(cuda: Stands) -> None:
-    def body(stream: int) -> None:
-        cuda.calls.append("failed")
-        raise RuntimeError("operation not permitted when stream is capturing")
-
     kept = [graphs.capture(0, (), lambda stream: None)]
     with pytest.raises(RuntimeError, match="not permitted"):
-        graphs.capture(0, (), body)
+        graphs.capture(0, (), cuda.fail)
     cuda.calls.clear()
     kept.append(graphs.capture(0, (), lambda stream: None))
     assert cuda.calls == [("begin", (0, 2)), ("end", (0, 2))] * 2
