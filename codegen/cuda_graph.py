@@ -2,7 +2,8 @@
 modules.
 
 A stretch is a run of steps of which each only launches work. What ends one is told by `Emit.blocked`: Python, collectives, ATen
-kernels that draw random numbers in a way of their own; and the border between two segments, so that a profile still shows each.
+kernels that draw random numbers in a way of their own, or at which a capture has failed before; and the border between two
+segments, so that a profile still shows each.
 The native core (csrc/graph.cpp) captures a stretch once its program has run a few times, and replays it as long as the memory
 that it reads stays where it is; small memory that moves, such as a batch, is copied.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol, Sequence
+from typing import Iterable, Protocol, Sequence
 
 import torch
 
@@ -28,6 +29,10 @@ MOVABLE, MOVABLE_INPUT = 1 << 20, 1 << 28  # bytes: what moves and is larger is 
 LAUNCH_WORTH, PYTHON_WORTH = 1 << 22, 1 << 24  # bytes that a GPU copies while a host launches a kernel; while it runs Python
 FINE = 6  # bits: memory for results comes in sizes at most so fine a part of it apart
 KEPT = 1 << 26  # bytes of intermediate results that may stay in memory because a later stretch reads them
+
+
+Call = tuple[str, tuple[tuple[torch.dtype, int], ...]]
+"""An op, and the dtype and the number of dimensions of each tensor that it reads."""
 
 
 class Step(Protocol):
@@ -75,7 +80,21 @@ _SEED_ELSEWHERE = frozenset(("_efficient_attention_forward", "_scaled_dot_produc
 """Ops that hand their seed and offset, the third and the fourth result, to their backward: in the GPU's memory where they are
 captured, else in the host's. So both have to be captured, or neither."""
 
+_learned: set[Call] = set()
+"""Calls during which a capture has failed in this process, because they wait for the GPU or ask the driver for what it can't do
+then. PyTorch does not tell which ops do, and it changes with sizes and versions."""
+
 _INDEXED, _MASKS = frozenset(("index_put", "index_put_", "_index_put_impl_")), (torch.bool, torch.uint8)
+
+
+def keep_out(nodes: Iterable[Node]) -> None:
+    """No CUDA graph of a program that is assembled from now on holds a call like one of ``nodes``."""
+    _learned.update(map(call_of, nodes))
+
+
+def call_of(node: Node) -> Call:
+    """What calls that act alike in a capture have in common; sizes are left out, so that one failure is enough for all."""
+    return node.target, tuple((operand.layout.dtype, len(operand.layout.size)) for operand in node.reads)
 
 
 def blocked_call(node: Node) -> str:
@@ -84,6 +103,8 @@ def blocked_call(node: Node) -> str:
         return f"{node.target} draws random numbers as no CUDA graph can"
     if node.name in _INDEXED and any(isinstance(index, Operand) and index.layout.dtype in _MASKS for index in node.args[1]):
         return f"{node.target} waits for the GPU to tell how many elements its mask chooses"
+    if call_of(node) in _learned:
+        return f"a capture of {node.target} has failed"
     return "" if node.target.startswith("aten::") else f"{node.target} is not PyTorch's own"
 
 

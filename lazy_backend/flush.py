@@ -15,6 +15,7 @@ import torch.distributed as dist
 from barriers.collectives import join_launches, part_stages, release_waits, sink_waits
 from barriers.pipeline import PassFailed, ordered_passes, run_passes
 from codegen import engines
+from codegen.cuda_graph import keep_out
 from codegen.early import Known, known
 from codegen.engine import Context, EngineError
 from codegen.executable import Emit, Program, assemble
@@ -87,6 +88,8 @@ def compiled(native: ModuleType, recording: Recording, device: int, optional: bo
         print(printer.text(graph), file=sys.stderr)
     for watch in watchers:
         watch(graph, remarks)
+    if out := recording.refused:
+        keep_out(node for node in graph.nodes if node.instr in out)
     program: Program = native.Program()
     program.order = ordered
     program.rest, program.kept = held.rest, held.kept

@@ -19,6 +19,7 @@ class Recording(Protocol):
 
     held: list[int]  # segments that wait for the schedule, while only these buffers are needed
     needed: list[int]
+    refused: set[int]  # instructions that no CUDA graph could hold when this ran before
 
     def instrs(self) -> list[tuple[str, int, int, int, int, int, str, int, int, int]]: ...
     def args(self) -> list[tuple[int, int, int, Any]]: ...

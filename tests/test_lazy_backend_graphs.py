@@ -172,6 +172,25 @@ def test_a_capture_that_fails_leaves_the_allocator_and_the_generator_as_they_wer
     assert torch.rand(4, device="cuda").shape == (4,), "the generator of CUDA itself draws, too"
 
 
+def test_an_op_that_no_graph_can_hold_runs_between_two() -> None:
+    """The histogram fails the first capture; the step is planned once more, with it left out."""
+    torch.manual_seed(0)
+    w, rows = torch.eye(64) * 1.25, torch.randn(12, 64, 64)
+    ours, theirs, mix = w.to("lazysched"), w.cuda(), torch.randn(8, 64)
+    ours_mix, theirs_mix, before = mix.to("lazysched"), mix.cuda(), replays()
+
+    def step(x: torch.Tensor, w: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
+        return products(torch.histc(products(x, w), 8)[None] @ mix, w)
+
+    with torch.no_grad():
+        for row in rows:
+            y = step(row.to("lazysched"), ours, ours_mix)
+            lazy_backend.mark_step()
+            torch.testing.assert_close(y.cpu(), step(row.cuda(), theirs, theirs_mix).cpu(), rtol=1e-4, atol=1e-3)
+    assert replays() - before >= 8
+    assert any(name.startswith("CudaGraphRefused: aten::histc") for name in torch._lazy.metrics.counter_names())
+
+
 @pytest.mark.parametrize("set_to", [True, False])
 def test_replays_follow_the_switch_for_tf32(set_to: bool) -> None:
     """A graph holds the kernels that cuBLAS chose when it was captured."""

@@ -209,8 +209,68 @@ def every_result_lent() -> None:
     assert any("others keep what it makes" in name for name in torch._lazy.metrics.counter_names())
 
 
+class Parted(Driver):
+    """Every capture in which there is a digamma fails. What is before it becomes the second one, what is behind it the third."""
+
+    error = "operation not permitted when stream is capturing"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.between, self.capturing = 0, torch.empty(SIZE), False
+        self.library = torch.library.Library("aten", "IMPL")
+        self.library.impl("digamma.out", self._digamma, "CPU")
+
+    def _digamma(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        if self.capturing:
+            raise RuntimeError(f"CUDA error: {self.error}\nmore of it")
+        self.first, self.between = x.data_ptr(), x * 0.5 - 1
+        return out.copy_(self.between)
+
+    def _capture(self, device: int, states: Sequence[object], body: Callable[[int], None]) -> tuple[int, Callable[[], None]]:
+        self.captures, self.first, self.capturing = self.captures + 1, 0 if self.captures < 2 else self.first, True
+        try:
+            body(0x55)
+        finally:
+            self.capturing = False
+        return self.captures, lambda: None
+
+    def _replay(self, exec: Any, stream: Any) -> None:
+        self.replays += 1
+        if exec == 2 and self.first:
+            at(self.first).copy_(waves(at(memory(self.x))))
+        elif self.made:
+            at(self.made).copy_(waves(self.between))
+
+    def step(self) -> torch.Tensor:
+        self.x.add_(0.25)
+        lazy_backend.mark_step()
+        y = waves(waves(self.x).digamma())
+        lazy_backend.mark_step()
+        if self.captures < 3 or self.made:  # else a capture has computed it, from what it is copied to later
+            torch.testing.assert_close(y.cpu(), waves(waves(self.x.cpu()) * 0.5 - 1))
+        self.made = memory(y) if self.captures == 3 else 0
+        return y
+
+
+def an_op_that_no_graph_can_hold() -> None:
+    """It is told by name, and runs between two graphs from then on."""
+    driver = Parted()
+    driver.step()
+    compiles = lazy_backend.stats()["compiles"]
+    driver.step()
+    driver.step()
+    assert (driver.captures, driver.replays, lazy_backend.stats()["compiles"] - compiles) == (1, 0, 0)
+    reason = f"CudaGraphRefused: aten::digamma.out: RuntimeError: CUDA error: {driver.error}"
+    assert torch._lazy.metrics.counter_value(reason) == 1
+    for _ in range(6):
+        driver.step()
+    assert (driver.captures, driver.replays, lazy_backend.stats()["compiles"] - compiles) == (3, 8, 1)
+    lines = [line for line in str(lazy_backend.explain(driver.step)).splitlines() if line.startswith("CUDA graphs: ")]
+    assert any(line.endswith("not in one: a capture of aten::digamma.out has failed") for line in lines), lines
+
+
 SCENES = (held_results, results_of_aten, results_side_by_side, numbers_of_calls, lent_results, addresses, collectives,
-          every_result_lent)
+          every_result_lent, an_op_that_no_graph_can_hold)
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)

@@ -180,8 +180,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_schedule_key", [](uint64_t key) { schedule_key = key; });
   m.def("again", [](Trace& t, DeviceIndex i, const Recorder::Given& given) { return recorder(i).again(t, given); });
   py::class_<Trace>(m, "Trace").def("forget", &Trace::forget)
-      .def_readonly("held", &Trace::held).def_readonly("needed", &Trace::needed).def("instrs", &instrs)
-      .def("args", &args).def("operands", &operands).def("scalars", &scalars).def("buffers", &buffers);
+      .def_readonly("held", &Trace::held).def_readonly("needed", &Trace::needed).def_readonly("refused", &Trace::refused)
+      .def("instrs", &instrs).def("args", &args).def("operands", &operands).def("scalars", &scalars).def("buffers", &buffers);
   py::class_<Program, std::shared_ptr<Program>>(m, "Program").def(py::init<>())
       .def_readwrite("order", &Program::order).def_readwrite("nodes", &Program::nodes).def_readwrite("dead", &Program::dead)
       .def_readwrite("guessed", &Program::guessed).def_readwrite("slots", &Program::slots).def_readwrite("inputs", &Program::inputs)

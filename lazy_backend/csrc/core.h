@@ -12,6 +12,7 @@
 #include <atomic>
 #include <functional>
 #include <mutex>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -66,11 +67,9 @@ inline Buffer* buffer_of(const at::Tensor& t) { return buffer_of(t.unsafeGetTens
 
 // A buffer seen through a layout; sizes and strides lie in Trace::dims. No buffer: an undefined tensor in a list.
 struct Operand {
-  int32_t buffer = -1, dims = 0;
-  int16_t ndim = 0;
+  int32_t buffer = -1, dims = 0; int16_t ndim = 0;
   at::ScalarType dtype = at::kFloat;
-  bool conj = false, neg = false;
-  int64_t offset = 0;
+  bool conj = false, neg = false; int64_t offset = 0;
 };
 
 // ArgKind in schema.py says the same. Exponent: a scalar whose integers are constants. HostScalar: a 0-d CPU tensor.
@@ -128,6 +127,7 @@ struct Trace {
   std::vector<uint8_t> live;  // filled when the recording ends
   int64_t held_bytes = 0;     // pending results that somebody holds, plus inputs kept alive only by the recording
   std::vector<int32_t> held, needed;  // segments that wait for the schedule, while these buffers are needed now
+  std::set<int32_t> refused;          // instructions that no CUDA graph could hold when this ran before
   hash_t hash;
   void reset(uint64_t new_id); void forget(int32_t buffer);
   int32_t number(Buffer* b, std::vector<uint64_t>& words);
@@ -164,13 +164,11 @@ class Recorder {
   // Run what is recorded; where only `needed` is asked for, segments that the schedule holds back may stay recorded.
   using Needed = std::vector<const Buffer*>;
   void barrier(const char* kind, const std::string& reason, const Needed& needed = {});
-  bool is_pending(const Buffer* b);
-  bool is_used(const Buffer* b);  // does the recording read or write it?
+  bool is_pending(const Buffer* b); bool is_used(const Buffer* b);  // does the recording read or write it?
   // The physical bytes behind `t`, computed if need be.
   at::Tensor materialise(const at::Tensor& t, const char* kind, const std::string& reason);
   at::Tensor lend(const at::Tensor& t, int how);  // the same, for another library to hold (`Buffer::lent`, or 0: only to look)
-  void on_storage_death(Buffer* b);
-  Trace copy();
+  void on_storage_death(Buffer* b); Trace copy();
   using Given = std::vector<std::pair<int32_t, at::Tensor>>;  // what stands for buffers of a recording
   bool again(Trace& t, const Given& given);
   std::mutex mutex;        // the recording; never held while waiting for the GIL or running anything
@@ -202,18 +200,16 @@ Recorder& recorder(DeviceIndex i);  // raises where there is no such device
 inline Recorder& recorder(const at::Tensor& t) { return recorder(t.device().index()); }
 void record_boxed(const c10::OperatorHandle& op, Stack* stack);  // entry of every op of the device
 
-int device_count();
 void check_index(DeviceIndex i);  // raises where there is no such device
 DeviceIndex current_device(); void set_current_device(DeviceIndex i);
 c10::DeviceType physical_type(); c10::Device physical_device(DeviceIndex i);
 void synchronize(DeviceIndex i);  // waits for the physical device
 void* current_stream(DeviceIndex i);  // the physical one; null on a CPU
-void start_device(bool cuda, int count);
+void start_device(bool cuda, int count); int device_count();
 void beside(DeviceIndex i, bool apart, const std::function<c10::Storage()>& fill);
 void resize_bytes(const c10::Storage& s, size_t n);
 void keep_whole(const std::vector<std::string>& ops);  // records these, where a composite kernel would take them apart
-Buffer* default_generator_buffer(DeviceIndex i);
-Buffer* generator_buffer(const at::Generator& g);
+Buffer* default_generator_buffer(DeviceIndex i); Buffer* generator_buffer(const at::Generator& g);
 
 at::Tensor make_lazy(c10::IntArrayRef size, c10::IntArrayRef stride, at::ScalarType dtype, DeviceIndex device);
 at::Tensor make_empty(c10::IntArrayRef size, at::ScalarType dtype, DeviceIndex device, std::optional<at::MemoryFormat> format);
@@ -256,8 +252,7 @@ struct PlainDispatch {
 struct NoWarnings final : c10::WarningHandler {
   explicit NoWarnings(const char* p) : prefix(p), user(c10::WarningUtils::get_warning_handler()), guard(this) {}
   void process(const c10::Warning& w) override { if (w.msg().rfind(prefix, 0) != 0) user->process(w); }
-  const char* prefix;
-  c10::WarningHandler* user;
+  const char* prefix; c10::WarningHandler* user;
   c10::WarningUtils::WarningHandlerGuard guard;
 };
 // Ops that draw without being given a generator use the physical device's default one: lends it our state for the call.

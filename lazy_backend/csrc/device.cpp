@@ -159,8 +159,7 @@ const at::Generator& default_generator(DeviceIndex i) {
 }
 
 struct Hooks final : at::PrivateUse1HooksInterface {
-  bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
+  bool isBuilt() const override { return true; } bool isAvailable() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   DeviceIndex deviceCount() const override { return Guard().deviceCount(); }
   DeviceIndex getCurrentDevice() const override { return current_; }

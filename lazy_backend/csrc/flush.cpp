@@ -11,7 +11,8 @@ namespace lazysched {
 void count(const std::string& name) { torch::lazy::Counter(name).AddValue(1); }
 
 // Which tensors are alive can depend on when garbage is collected. After a few variants of a recording, a program that computes
-// more than is needed serves as well: it must keep all that is alive now, which `trace.live` then says.
+// more than is needed serves as well: it must keep all that is alive now, which `trace.live` then says. One with an op that no
+// CUDA graph could hold is compiled anew, for graphs around that op.
 ProgramPtr Recorder::find(Trace& trace, bool& hit) {
   constexpr int kExactVariants = 4;
   const auto key = [&] { return torch::lazy::HashBlock(trace.live.data(), trace.live.size(), trace.hash); };
@@ -27,9 +28,11 @@ ProgramPtr Recorder::find(Trace& trace, bool& hit) {
     }
     if (variants >= kExactVariants) trace.live = all, found = covering;
   }
-  hit = found != cache_.end();
+  hit = found != cache_.end() && !found->second.program->stale;
   if (!hit) {
+    if (found != cache_.end()) trace.live = found->second.live, trace.refused = found->second.program->refused;
     found = cache_.insert_or_assign(key(), Entry{trace.hash, trace.live, compile_trace(trace, index)}).first;
+    found->second.program->refused = trace.refused;
     for (auto& cut : found->second.program->cuts) cut.hash = trace.instrs[cut.ops - 1].so_far;
   }
   trace.live = found->second.live;

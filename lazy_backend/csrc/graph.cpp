@@ -30,8 +30,13 @@ bool Runner::serve(Program::Graph& g, bool warm) {
     if (!same) return false;  // how much its calls draw may depend on their numbers: they run by themselves first
     capture(g);
   } catch (const std::exception& e) {
-    const std::string why = e.what();
-    count("CudaGraphRefused: " + why.substr(0, why.find('\n')));
+    std::string why = e.what(); why.resize(std::min(why.size(), why.find('\n')));
+    const size_t at = std::exchange(step, g.first);
+    if (const int32_t instr = at < g.last ? program.steps[at].instr : -1; instr >= 0 && why.find("memory") == why.npos) {
+      why = trace->instrs[instr].op->name + ": " + why;
+      program.stale |= program.refused.insert(instr).second;
+    }
+    count("CudaGraphRefused: " + why);
     g = {g.first, g.last}, g.misses = kMisses;  // gives its memory back
     return false;
   }
@@ -80,9 +85,8 @@ std::shared_ptr<Block> Runner::home_of(const Program::Graph& g) const {
 }
 
 void Runner::capture(Program::Graph& g) {
-  const auto restore = c10::make_scope_exit([&, before = slots, mine = stream] {
-    slots = before, stream = mine, captured = nullptr, step = g.first;
-  });
+  const auto restore = c10::make_scope_exit([&, before = slots, mine = stream] { slots = before, stream = mine, captured = nullptr; });
+  step = g.last;  // where it fails before one runs, none is to blame
   g.stream = stream, g.launch = nullptr, g.made = std::make_shared<Storages>(), g.home = nullptr, g.settings.clear();
   std::vector<at::Generator> states;
   for (size_t i = g.first; i < g.last; i++) {

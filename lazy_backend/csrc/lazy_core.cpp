@@ -40,11 +40,10 @@ struct Backend final : BackendImplInterface {
   UNUSED(std::vector<BackendDataPtr>, ExecuteComputation, ComputationPtr, c10::ArrayRef<BackendDataPtr>, const BackendDevice&)
   UNUSED(std::vector<ComputationPtr>, Compile, std::vector<ComputationPtr>)
   UNUSED(std::string, GetComputationBackendText, const ComputationPtr)
-  void PrepareToExit() const override {}
   void SetRngSeed(size_t seed) const override { default_generator_buffer(current_device())->generator.set_current_seed(seed); }
   std::vector<std::string> GetCompilationDevices(Text device, c10::ArrayRef<std::string>) const override { return {device}; }
   std::shared_ptr<BackendDeviceType> GetDefaultDeviceType() const override { return std::make_shared<DeviceType>(); }
-  void SetDefaultDeviceType(int8_t) override {}
+  void SetDefaultDeviceType(int8_t) override {} void PrepareToExit() const override {}
   int64_t GetDefaultDeviceOrdinal() const override { return current_device(); }
   void SetDefaultDeviceOrdinal(int64_t i) override { set_current_device(static_cast<DeviceIndex>(i)); }
   at::DeviceType EagerFallbackDeviceType() const override { return physical_type(); }

@@ -57,8 +57,7 @@ struct Program {
   // known then, and what they write is new, or lies in the slots `saves`.
   struct Cut { size_t ops; std::vector<int32_t> steps, saves; hash_t hash; };
 
-  std::vector<Step> steps;
-  std::vector<Cut> cuts;
+  std::vector<Step> steps; std::vector<Cut> cuts;
   std::vector<int32_t> guessed;  // numbers that steps of cuts take before they are recorded: those of the last run
   std::vector<IValue> numbers;   // of the last run
   std::weak_ptr<Program> next;  // what ran after it the last time
@@ -68,6 +67,7 @@ struct Program {
   std::vector<std::pair<int32_t, int32_t>> inputs;  // (buffer, slot)
   std::vector<std::array<int32_t, 3>> outputs;      // (buffer, slot, the step after which the slot holds the result)
   std::vector<int32_t> rest, kept;  // instructions that stay recorded, and the buffers that they need
+  std::set<int32_t> refused; bool stale = false;  // instructions that no CUDA graph could hold; some since this was compiled
   int64_t nodes = 0, dead = 0, launches = 0, runs = 0;
   int64_t order = -1;  // which report tells how its segments were ordered
   std::vector<Graph> graphs;

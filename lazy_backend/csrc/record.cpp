@@ -148,7 +148,7 @@ void move_indices(const OpInfo& op, IValue* args) {
 
 void Trace::reset(uint64_t new_id) {
   auto clear = [](auto&... all) { (all.clear(), ...); };  // memory is kept for the next recording
-  clear(instrs, args, operands, dims, scalars, buffers, kinds, live, held, needed);
+  clear(instrs, args, operands, dims, scalars, buffers, kinds, live, held, needed, refused);
   id = new_id, held_bytes = 0;
   hash = hash_t(static_cast<uint64_t>(0x1a2f5c));
 }
