@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 import torch
 
@@ -126,17 +126,17 @@ def install(native: ModuleType) -> None:
     library = torch.library.Library("aten", "IMPL")
     for name, kernel in (("record_stream", record_stream), ("_efficientzerotensor", efficient_zeros),
                          ("_copy_from_and_resize", copy_from_and_resize), ("set_", set_nothing), ("_stack.out", stack_out),
-                         ("range.out_", range_out), ("_reshape_from_tensor", reshape_from_tensor),
-                         ("_lazy_clone", lazy_clone)):  # fmt: skip
+                         ("range.out_", range_out), ("_lazy_clone", lazy_clone)):  # fmt: skip
         library.impl(name, kernel, "PrivateUse1")
-    library.impl("_reshape_from_tensor", reshape_from_tensor, "AutogradPrivateUse1")
+    composite: dict[str, Callable[..., Any]] = {"_reshape_from_tensor": reshape_from_tensor}
     if core.physical_is_cuda():
-        library.impl("group_norm", group_norm, "AutogradPrivateUse1")
+        composite["group_norm"] = group_norm
     else:
         library.impl("histc", histc, "PrivateUse1")
-        library.impl("dropout", dropout, "AutogradPrivateUse1")
-        library.impl("_thnn_fused_lstm_cell", lstm_cell, "AutogradPrivateUse1")
-        library.impl("_thnn_fused_gru_cell", gru_cell, "AutogradPrivateUse1")
+        composite |= {"dropout": dropout, "_thnn_fused_lstm_cell": lstm_cell, "_thnn_fused_gru_cell": gru_cell}
+    for name, kernel in composite.items():
+        library.impl(name, kernel, "AutogradPrivateUse1")
+        library.impl(name, kernel, "PrivateUse1")  # `torch.inference_mode` passes autograd's kernels by
     library.impl("binary_cross_entropy", banned_from_autocast, "AutocastPrivateUse1")
     _library.append(library)
 

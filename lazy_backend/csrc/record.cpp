@@ -4,6 +4,7 @@
 #include <ATen/SequenceNumber.h>
 #include <ATen/ops/_local_scalar_dense_native.h>
 #include <c10/core/DefaultDtype.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/function.h>
 
 
@@ -321,7 +322,8 @@ void Recorder::record(const OpInfo& op, Stack* stack) {
   for (const auto& [arg, meta] : known->resized) take_shape(args[arg].toTensor(), meta);
   c10::SmallVector<at::Tensor, 4> outs;
   auto make = [&](const at::Tensor& m) {
-    if (op.view) return alias_storage(args[0].toTensor().storage(), m);
+    // A view is one of inference mode where its base is, whatever the mode is now.
+    if (op.view) { c10::InferenceMode as_base(args[0].toTensor().is_inference()); return alias_storage(args[0].toTensor().storage(), m); }
     return outs.emplace_back(m.defined() ? make_lazy(m.sizes(), m.strides(), m.scalar_type(), index) : m);
   };
   c10::SmallVector<IValue, 4> returns;
