@@ -212,7 +212,7 @@ def every_result_lent() -> None:
 class Parted(Driver):
     """Every capture in which there is a digamma fails. What is before it becomes the second one, what is behind it the third."""
 
-    error = "operation not permitted when stream is capturing"
+    error = "Cannot copy between CPU and CUDA tensors during CUDA graph capture. Please use tensor.pin_memory()"
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class Parted(Driver):
 
     def _digamma(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         if self.capturing:
-            raise RuntimeError(f"CUDA error: {self.error}\nmore of it")
+            raise RuntimeError(f"{self.error}\nmore of it")
         self.first, self.between = x.data_ptr(), x * 0.5 - 1
         return out.copy_(self.between)
 
@@ -260,7 +260,7 @@ def an_op_that_no_graph_can_hold() -> None:
     driver.step()
     driver.step()
     assert (driver.captures, driver.replays, lazy_backend.stats()["compiles"] - compiles) == (1, 0, 0)
-    reason = f"CudaGraphRefused: aten::digamma.out: RuntimeError: CUDA error: {driver.error}"
+    reason = f"CudaGraphRefused: aten::digamma.out: RuntimeError: {driver.error}"
     assert torch._lazy.metrics.counter_value(reason) == 1
     for _ in range(6):
         driver.step()

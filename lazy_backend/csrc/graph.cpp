@@ -32,7 +32,7 @@ bool Runner::serve(Program::Graph& g, bool warm) {
   } catch (const std::exception& e) {
     std::string why = e.what(); why.resize(std::min(why.size(), why.find('\n')));
     const size_t at = std::exchange(step, g.first);
-    if (const int32_t instr = at < g.last ? program.steps[at].instr : -1; instr >= 0 && why.find("memory") == why.npos) {
+    if (const int32_t instr = at < g.last ? program.steps[at].instr : -1; instr >= 0 && why.find("out of memory") == why.npos) {
       why = trace->instrs[instr].op->name + ": " + why;
       program.stale |= program.refused.insert(instr).second;
     }
