@@ -10,6 +10,7 @@ import torch
 
 DEVICE = "lazysched"
 ON_GPU = torch.cuda.is_available()
+PHYSICAL = "cuda" if ON_GPU else "cpu"  # where the device computes
 # How closely float32 results equal the CPU's. On a CPU the device calls the very same kernels; a GPU's round otherwise.
 CLOSE = 1e-4 if ON_GPU else 1e-6
 needs_host_errors = pytest.mark.skipif(

@@ -35,7 +35,7 @@ print(threads() - before)
 
 
 def counted(program: str, **values: object) -> int:
-    done = children.run(program, **values)
+    done = children.run(program, device="cpu", **values)
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
 

@@ -1,4 +1,4 @@
-"""Sparse, quantized, nested and complex tensors give what they give on the CPU, or its error."""
+"""Sparse, quantized, nested and complex tensors give what they give on the physical device, or its error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lazy_backend
-from tests.device import DEVICE
+from tests.device import CLOSE, DEVICE, ON_GPU, PHYSICAL
 
 Call = Callable[[str], Any]
 
@@ -260,12 +260,22 @@ CASES = {**{f"sparse {k}": v for k, v in SPARSE.items()}, **{f"quantized {k}": v
          **{f"nested {k}": v for k, v in NESTED.items()}, **{f"complex {k}": v for k, v in COMPLEX.items()}, **NAMED}  # fmt: skip
 
 
+def agree(mine: Any, theirs: Any) -> bool:
+    """To the last bit on a CPU; a GPU's fused kernels round otherwise than eager mode's."""
+    if isinstance(mine, list) and isinstance(theirs, list):
+        return len(mine) == len(theirs) and all(map(agree, mine, theirs))
+    if ON_GPU and isinstance(mine, (float, complex)):
+        return bool(mine == pytest.approx(theirs, rel=CLOSE, abs=CLOSE, nan_ok=True))
+    return bool(mine == theirs)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_it_gives_what_it_gives_on_the_cpu(name: str) -> None:
+def test_it_gives_what_eager_mode_gives(name: str) -> None:
     torch.ones(1, device=DEVICE)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert outcome(CASES[name], DEVICE) == outcome(CASES[name], "cpu")
+        mine, theirs = outcome(CASES[name], DEVICE), outcome(CASES[name], PHYSICAL)
+    assert agree(mine, theirs), (mine, theirs)
 
 
 def test_what_runs_at_once_is_counted() -> None:
@@ -281,6 +291,7 @@ def test_values_share_memory_and_stay_lazy() -> None:
     assert made.to_dense().tolist() == [[0, 0, 6], [8, 0, 10]]
 
 
+@pytest.mark.skipif(ON_GPU, reason="CUDA has no such tensors, and says so in its own words")
 def test_a_layout_that_the_device_cannot_hold_says_what_to_do() -> None:
     with pytest.raises(NotImplementedError, match=r"mkldnn.*call .cpu\(\)"):
         torch.ones(3, device=DEVICE).to_mkldnn()

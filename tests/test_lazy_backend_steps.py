@@ -13,7 +13,7 @@ from torch import nn
 import lazy_backend
 from ir_nodes import settings
 from tests.barrier_log import settle
-from tests.device import CLOSE, DEVICE
+from tests.device import CLOSE, DEVICE, ON_GPU
 
 Pause = Callable[[int], None]
 
@@ -51,7 +51,7 @@ def test_looking_at_the_loss_changes_no_number_and_compiles_a_bounded_number_of_
     before = lazy_backend.stats()["compiles"]
     got, mine = _losses(DEVICE, look_every, 60)
     assert got == pytest.approx(wanted, rel=CLOSE)
-    torch.testing.assert_close(mine, weight, rtol=CLOSE, atol=CLOSE / 10)
+    torch.testing.assert_close(mine, weight, rtol=CLOSE, atol=CLOSE if ON_GPU else CLOSE / 10)  # 60 steps add their roundings up
     assert lazy_backend.stats()["compiles"] - before <= 14
 
 
@@ -60,7 +60,9 @@ def test_explicit_barriers_anywhere_give_the_same_numbers() -> None:
     with settings.override(auto_barrier=False):
         without, _ = _losses(DEVICE, 10, 20)
     got, _ = _losses(DEVICE, 10, 20, pause=lambda step: lazy_backend.mark_step() if step % 3 == 0 else None)
-    assert got == wanted == without
+    if ON_GPU:  # where a recording ends decides which ops share a kernel, which rounds once
+        wanted = pytest.approx(wanted, rel=CLOSE)
+    assert got == wanted and without == wanted
 
 
 def test_step_closures_run_after_the_step_that_recorded_what_they_read() -> None:
