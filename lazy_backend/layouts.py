@@ -156,16 +156,25 @@ def _moved_quantized(tensor: Tensor, device: torch.device) -> Tensor:
         scheme = tensor.qscheme()
     except RuntimeError as error:  # made for the result of an op that has no quantized kernel
         raise NotImplementedError(f"no kernel for {tensor.dtype}; call .dequantize() on the arguments first") from error
-    if scheme in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-        made = torch._empty_affine_quantized(tensor.shape, scale=tensor.q_scale(), zero_point=tensor.q_zero_point(),
-                                             dtype=tensor.dtype, device=device)
-    else:
-        made = torch._empty_per_channel_affine_quantized(
-            tensor.shape, scales=tensor.q_per_channel_scales().to(device),
-            zero_points=tensor.q_per_channel_zero_points().to(device), axis=tensor.q_per_channel_axis(), dtype=tensor.dtype,
-            device=device)  # fmt: skip
+    try:
+        made = _empty_quantized(tensor, scheme in (torch.per_tensor_affine, torch.per_tensor_symmetric), device)
+    except RuntimeError as error:
+        if "unrecognized device" not in str(error):
+            raise
+        raise NotImplementedError(f"PyTorch {torch.__version__} makes quantized tensors on devices that it knows by name only, "
+                                  "later versions here, too; call .cpu() on the arguments first") from None
     _raw(made).copy_(_raw(tensor))
     return made
+
+
+def _empty_quantized(like: Tensor, whole: bool, device: torch.device) -> Tensor:
+    """``whole``: it has one scale for all."""
+    if whole:
+        return torch._empty_affine_quantized(like.shape, scale=like.q_scale(), zero_point=like.q_zero_point(), dtype=like.dtype,
+                                             device=device)
+    return torch._empty_per_channel_affine_quantized(
+        like.shape, scales=like.q_per_channel_scales().to(device), zero_points=like.q_per_channel_zero_points().to(device),
+        axis=like.q_per_channel_axis(), dtype=like.dtype, device=device)  # fmt: skip
 
 
 def copy_quantized(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 
 import lazy_backend
 from lazy_backend import infer
-from tests.device import DEVICE, PHYSICAL
+from tests.device import DEVICE, ON_GPU
 
 CPU = torch.device("cpu")
 
@@ -70,13 +70,14 @@ def test_an_out_that_is_resized_is_laid_out_as_eager_mode_does() -> None:
         torch.testing.assert_close(ours.cpu(), theirs)
 
 
+@pytest.mark.skipif(ON_GPU, reason="what is left of rows that overlap depends on which thread comes first, in eager mode too")
 def test_a_triangle_in_place_of_overlapping_rows() -> None:
     """Eager mode asks whether the output is the input, and so must what runs."""
-    memory = torch.randn(18).to(PHYSICAL)
+    memory = torch.randn(18)
     ours = memory.to(DEVICE)
     for tensor in (memory, ours):
         tensor.as_strided((5, 10, 5), (1, 1, 1)).tril_()
-    assert torch.equal(ours.cpu(), memory.cpu())
+    assert torch.equal(ours.cpu(), memory)
 
 
 @pytest.mark.parametrize("name", ["legendre_polynomial_p", "laguerre_polynomial_l", "shifted_chebyshev_polynomial_t"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import warnings
 from typing import Any, Callable
@@ -260,6 +261,10 @@ CASES = {**{f"sparse {k}": v for k, v in SPARSE.items()}, **{f"quantized {k}": v
          **{f"nested {k}": v for k, v in NESTED.items()}, **{f"complex {k}": v for k, v in COMPLEX.items()}, **NAMED}  # fmt: skip
 
 
+AMISS = ("stack out", "range out", "reshape from a tensor")
+"""CUDA's own form joins without stacking, leaves the step to chance, reads a shape as if it were in host memory."""
+
+
 def agree(mine: Any, theirs: Any) -> bool:
     """To the last bit on a CPU; a GPU's fused kernels round otherwise than eager mode's."""
     if isinstance(mine, list) and isinstance(theirs, list):
@@ -269,12 +274,25 @@ def agree(mine: Any, theirs: Any) -> bool:
     return bool(mine == theirs)
 
 
+@functools.cache
+def makes_quantized() -> bool:
+    """PyTorch 2.11 does on devices that it knows by name only."""
+    try:
+        torch.quantize_per_tensor(torch.ones(1, device=DEVICE), 0.1, 0, torch.quint8)
+    except NotImplementedError as error:
+        assert "call .cpu()" in str(error)
+        return False
+    return True
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_it_gives_what_eager_mode_gives(name: str) -> None:
     torch.ones(1, device=DEVICE)
+    if name.startswith("quantized") and not makes_quantized():
+        pytest.skip("this PyTorch makes no quantized tensors here")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        mine, theirs = outcome(CASES[name], DEVICE), outcome(CASES[name], PHYSICAL)
+        mine, theirs = outcome(CASES[name], DEVICE), outcome(CASES[name], "cpu" if name in AMISS else PHYSICAL)
     assert agree(mine, theirs), (mine, theirs)
 
 

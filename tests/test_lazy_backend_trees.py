@@ -36,7 +36,7 @@ def pair(spec: trees.Spec) -> tuple[nn.Module, nn.Module]:
 
 def equal(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
     """To the last bit on a CPU, where both run the same kernels in the same order of sums."""
-    near = CLOSE if ON_GPU else 0.0
+    near = 10 * CLOSE if ON_GPU else 0.0  # there some chains multiply what was rounded otherwise
     tolerance = {"rtol": near, "atol": near}
     torch.testing.assert_close([one.cpu() for one in got], [one.cpu() for one in wanted], equal_nan=True, **tolerance)
 
