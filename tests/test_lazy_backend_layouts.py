@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import lazy_backend
-from tests.device import CLOSE, DEVICE, ON_GPU, PHYSICAL
+from tests.device import DEVICE, ON_GPU, PHYSICAL
+from tests.plain import agree, plain
 
 Call = Callable[[str], Any]
 
@@ -221,21 +222,6 @@ COMPLEX: dict[str, Call] = {
 }
 
 
-def plain(value: Any) -> Any:
-    """What a test can compare: lists, numbers, layouts."""
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if not isinstance(value, torch.Tensor):
-        return value
-    value = value.detach()
-    if value.is_nested:
-        return [plain(item) for item in value.unbind()]
-    kind = (str(value.dtype), str(value.layout))
-    if value.is_quantized:
-        return [*kind, value.dequantize().cpu().tolist()]
-    return [*kind, (value if value.layout is torch.strided else value.to_dense()).resolve_conj().cpu().tolist()]
-
-
 def outcome(call: Call, device: str) -> Any:
     torch.manual_seed(0)
     try:
@@ -263,15 +249,6 @@ CASES = {**{f"sparse {k}": v for k, v in SPARSE.items()}, **{f"quantized {k}": v
 
 AMISS = ("stack out", "range out", "reshape from a tensor")
 """CUDA's own form joins without stacking, leaves the step to chance, reads a shape as if it were in host memory."""
-
-
-def agree(mine: Any, theirs: Any) -> bool:
-    """To the last bit on a CPU; a GPU's fused kernels round otherwise than eager mode's."""
-    if isinstance(mine, list) and isinstance(theirs, list):
-        return len(mine) == len(theirs) and all(map(agree, mine, theirs))
-    if ON_GPU and isinstance(mine, (float, complex)):
-        return bool(mine == pytest.approx(theirs, rel=CLOSE, abs=CLOSE, nan_ok=True))
-    return bool(mine == theirs)
 
 
 @functools.cache
