@@ -16,9 +16,7 @@ from torch import nn
 import lazy_backend
 from benchmarks.models import Bottleneck
 from codegen import loading, triton_engine
-from tests.device import DEVICE, ON_GPU
-
-PHYSICAL = "cuda" if ON_GPU else "cpu"
+from tests.device import DEVICE, PHYSICAL
 
 
 @pytest.fixture(scope="module", autouse=True)

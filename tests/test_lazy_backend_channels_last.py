@@ -20,9 +20,8 @@ from codegen.engine import EngineError
 from ir_nodes import Graph, settings
 from lazy_backend import core, flush
 from tests.cudnn_ops import on_cpu
-from tests.device import DEVICE, ON_GPU
+from tests.device import DEVICE, ON_GPU, PHYSICAL
 
-EAGER = "cuda" if ON_GPU else "cpu"
 STEPS = 5 if ON_GPU else 2
 """On a GPU the third replays."""
 BOUNDS = {True: {"rtol": 4e-2, "atol": 4e-2}, False: {"rtol": 1e-2, "atol": 1e-2} if ON_GPU else {"rtol": 1e-4, "atol": 1e-4}}
@@ -129,7 +128,7 @@ def watched(disable: str = "", verify: bool = False) -> Iterator[list[str]]:
 
 def judged(ours: Told, net: Any, batch: int, cast: bool, train: bool, pure: bool = False) -> None:
     """Near eager mode's numbers, or as near as those to a CPU's float32: eager mode sums some gradients in 16 bits."""
-    theirs, bound = steps(net, batch, EAGER, cast, train, pure), BOUNDS[cast or pure]
+    theirs, bound = steps(net, batch, PHYSICAL, cast, train, pure), BOUNDS[cast or pure]
     exact = steps(net, batch, "cpu", False, train)
     for place, ((mine, _), (other, _), (true, _)) in enumerate(zip(ours, theirs, exact, strict=True)):
         if (mine - true).norm() > 1.1 * (other - true).norm() or mine.isnan().any():
@@ -202,7 +201,7 @@ def test_dropout_drops_what_eager_mode_drops() -> None:
     with watched() as told:
         ours = run(DEVICE)
     bound = {"rtol": 3e-2, "atol": 3e-2} if ON_GPU else {"rtol": 1e-4, "atol": 1e-4}
-    assert told and torch.allclose(ours, run(EAGER), **bound)
+    assert told and torch.allclose(ours, run(PHYSICAL), **bound)
 
 
 def test_explain_tells() -> None:

@@ -18,9 +18,8 @@ from barriers.passes.conv_gradients import BACKWARD, SUM
 from ir_nodes import Graph, settings
 from lazy_backend import core, flush
 from tests.cudnn_ops import flag, on_cpu
-from tests.device import DEVICE, ON_GPU
+from tests.device import DEVICE, ON_GPU, PHYSICAL
 
-EAGER = "cuda" if ON_GPU else "cpu"
 LAST, FIRST = torch.channels_last, torch.contiguous_format
 EXACT = {"rtol": 1e-4, "atol": 1e-4}
 NEAR = {torch.float32: {"rtol": 1e-2, "atol": 1e-2} if ON_GPU else EXACT, torch.float16: {"rtol": 1e-2, "atol": 1e-2},
@@ -152,7 +151,7 @@ def test_numbers_are_eager_modes(run: Any, dtype: torch.dtype, layout: Any, inpl
         ours = run(batch, DEVICE, dtype, layout, inplace)
     graphs = found.plain // (2 if layout is LAST else 6)
     assert graphs and (found.relus, found.sums) == ((3 * graphs, 2 * graphs) if layout is LAST else (0, 0)) and not found.biased
-    torch.testing.assert_close(ours, run(batch, EAGER, dtype, layout, inplace), **NEAR[dtype])
+    torch.testing.assert_close(ours, run(batch, PHYSICAL, dtype, layout, inplace), **NEAR[dtype])
     others = graphs * (layout is LAST)  # the mean's gradient lies otherwise than what the last convolution read
     assert (found.summed, found.whole) == ((6 * graphs - others, others) if run is trained else (0, 0))
     if core.physical_is_cuda():
@@ -165,7 +164,7 @@ def test_without_tf32_kernels_add_biases(layout: Any) -> None:
     with flag("allow_tf32", False):
         with watched() as found:
             ours = trained(batch, DEVICE, torch.float32, layout, False)
-        theirs = trained(batch, EAGER, torch.float32, layout, False)
+        theirs = trained(batch, PHYSICAL, torch.float32, layout, False)
     assert found.plain and not (found.relus or found.sums or found.biased)
     torch.testing.assert_close(ours, theirs, **EXACT)
 
@@ -176,7 +175,7 @@ def test_switched_off_only_rounding_differs(layout: Any) -> None:
     with watched("conv_bias") as found:
         ours = trained(batch, DEVICE, torch.float32, layout, False)
     assert found.relus == found.sums == 0 and found.biased == 6 * found.plain
-    torch.testing.assert_close(ours, trained(batch, EAGER, torch.float32, layout, False), **NEAR[torch.float32])
+    torch.testing.assert_close(ours, trained(batch, PHYSICAL, torch.float32, layout, False), **NEAR[torch.float32])
 
 
 @pytest.mark.parametrize("layout", [LAST, FIRST], ids=str)
@@ -185,7 +184,8 @@ def test_autocast_casts_weights_and_biases_before(layout: Any) -> None:
     with watched() as found:
         ours = trained(batch, DEVICE, torch.float32, layout, False, autocast=True)
     assert not found.biased and bool(found.sums) == (layout is LAST)
-    torch.testing.assert_close(ours, trained(batch, EAGER, torch.float32, layout, False, autocast=True), **NEAR[torch.bfloat16])
+    theirs = trained(batch, PHYSICAL, torch.float32, layout, False, autocast=True)
+    torch.testing.assert_close(ours, theirs, **NEAR[torch.bfloat16])
 
 
 def test_explain_tells() -> None:
@@ -234,7 +234,7 @@ def test_shapes(shape: tuple[Any, ...], dtype: torch.dtype, biased: bool) -> Non
     with watched() as found:
         ours = run(DEVICE)
     assert found.relus == 1 and found.sums == 2
-    torch.testing.assert_close(ours, run(EAGER), **NEAR[dtype])
+    torch.testing.assert_close(ours, run(PHYSICAL), **NEAR[dtype])
 
 
 @pytest.mark.parametrize("layout", [LAST, FIRST], ids=str)
@@ -254,4 +254,4 @@ def test_what_is_no_number_stays_so(layout: Any) -> None:
     with watched() as found:
         ours = run(DEVICE)
     assert (found.relus, found.sums) == ((1, 1) if layout is LAST else (0, 0))
-    torch.testing.assert_close(ours, run(EAGER), equal_nan=True, **NEAR[torch.float32])
+    torch.testing.assert_close(ours, run(PHYSICAL), equal_nan=True, **NEAR[torch.float32])

@@ -114,7 +114,8 @@ def planned_token(layers: int) -> list[KernelStep | ExternStep]:
 def one_more_layer() -> None:
     two, three = planned_token(2), planned_token(3)
     calls = [[step.node.name for step in steps if isinstance(step, ExternStep)] for steps in (two, three)]
-    assert all(name == "mm" or name.startswith("_scaled_dot_product") for name in calls[1] if name != "bmm")  # old rotations
+    others = [name for name in calls[1] if name != "mm" and not name.startswith("_scaled_dot_product")]
+    assert others in ([], ["bmm"] if torch.cuda.is_available() else [])  # rotations of older transformers
     assert len(calls[1]) - len(calls[0]) == 8  # three for attention's input, its output, three of the perceptron, attention
     more = 2 if torch.cuda.is_available() else 0  # heads repeated for a kernel that wants as many keys
     assert len(three) - len(two) - 8 <= 4 + more  # rotation with both writes to the cache, two norms and sums, gate times up

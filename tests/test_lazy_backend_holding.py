@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 import lazy_backend
 from lazy_backend import LazyScheduler, register_segment
-from tests.device import CLOSE, DEVICE, ON_GPU
-
-PHYSICAL = "cuda" if ON_GPU else "cpu"
+from tests.device import CLOSE, DEVICE, ON_GPU, PHYSICAL
 
 
 class Three(nn.Module):

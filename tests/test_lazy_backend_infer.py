@@ -7,7 +7,7 @@ import torch
 
 import lazy_backend
 from lazy_backend import infer
-from tests.device import DEVICE, ON_GPU
+from tests.device import DEVICE, ON_GPU, PHYSICAL
 
 CPU = torch.device("cpu")
 
@@ -36,8 +36,7 @@ def test_a_conjugation_that_a_kernel_leaves_to_its_reader(adjoint: bool) -> None
 
 def test_a_singular_value_decomposition_has_the_layout_of_the_physical_kernel() -> None:
     x = torch.randn(4, 5)
-    where = "cuda" if torch.cuda.is_available() else "cpu"
-    for ours, theirs in zip(torch.linalg.svd(x.to(DEVICE)), torch.linalg.svd(x.to(where))):
+    for ours, theirs in zip(torch.linalg.svd(x.to(DEVICE)), torch.linalg.svd(x.to(PHYSICAL))):
         assert ours.stride() == theirs.stride()
 
 
@@ -89,7 +88,7 @@ def test_a_trial_asks_for_no_polynomial_of_a_vast_degree(name: str) -> None:
 def test_a_large_batch_gets_the_layouts_that_a_few_of_its_samples_get(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(infer, "MOST_BYTES", 1 << 16)
     results = {}
-    for device in (DEVICE, "cuda" if torch.cuda.is_available() else "cpu"):
+    for device in (DEVICE, PHYSICAL):
         torch.manual_seed(0)
         layer = torch.nn.Conv2d(6, 10, 3, stride=2, bias=False).to(device, memory_format=torch.channels_last)
         norm = torch.nn.BatchNorm2d(10).to(device)

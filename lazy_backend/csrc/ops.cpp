@@ -174,7 +174,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", TORCH_FN(at::native::set_tensor_));
   m.impl("is_set_to", TORCH_FN(at::native::is_set_to)).impl("scaled_dot_product_attention", sdpa);
 }
-// `torch.inference_mode` passes autograd's kernels by, all else does not reach the other one.
+// Here, too: what autograd looks at finds this one first; under `torch.inference_mode`, which passes autograd by, the one above.
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) { m.impl("scaled_dot_product_attention", sdpa); }
 // copy_ resolves conjugate and negative bits itself; their fallbacks would clone, which copies again.
 TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
