@@ -137,15 +137,15 @@ def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
 
 
 def install() -> None:
-    """Let programs pin memory before the device is used: where there is no CUDA, pinning is a copy and needs no device."""
+    """Let programs pin memory before the device is used, and under PyTorch for CUDA where there is no GPU, whose pinning asks
+    for one: where there is no CUDA, pinning is a copy."""
     original = torch.Tensor.pin_memory
     if hasattr(original, "__wrapped__"):
         return
 
     @functools.wraps(original)
     def pin_memory(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if core.is_started() or torch.cuda.is_available() or self.device.type != "cpu":
-            return original(self, *args, **kwargs)
-        return self.clone()
+        copies = not torch.cuda.is_available() and (torch.backends.cuda.is_built() or not core.is_started())
+        return self.clone() if copies and self.device.type == "cpu" else original(self, *args, **kwargs)
 
     torch.Tensor.pin_memory = pin_memory  # type: ignore[method-assign, assignment]

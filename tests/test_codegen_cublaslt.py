@@ -104,7 +104,10 @@ def test_the_loaded_library_is_found_by_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(ON_GPU, reason="PyTorch has loaded it here")
-def test_no_library_is_a_reason() -> None:
+def test_no_library_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch for CUDA loads it on machines without a GPU, too."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(cublaslt, "mapped", lambda maps: [])
     with pytest.raises(LibraryError, match="loaded no cuBLASLt"):
         cublaslt.loaded()
 

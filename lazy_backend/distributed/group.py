@@ -276,9 +276,12 @@ def install() -> None:
     """Make "lazysched" the backend of the device. Cheap: torch has imported torch.distributed already."""
     if not dist.is_available() or "LAZYSCHED" in dist.Backend._plugins:
         return
+    c10d = dist.distributed_c10d
     dist.Backend.register_backend("lazysched", create, extended_api=True, devices=["lazysched"])
+    # From PyTorch 2.15 on groups get a flight recorder of Python's, unless theirs record: gloo and NCCL underneath do.
+    getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add("lazysched")
     parallel.install()
-    config = dist.distributed_c10d.BackendConfig
+    config = c10d.BackendConfig
     original = config.__init__
 
     @functools.wraps(original)
