@@ -25,11 +25,12 @@ class AcceleratorError(RuntimeError):
 
 
 def keep_cuda() -> None:
-    """Let CUDA stay the autograd engine's accelerator; see csrc/accelerator.c. Nothing to do where torch has no CUDA.
+    """Let CUDA stay the autograd engine's accelerator; see csrc/accelerator.c. Nothing to do where torch has no CUDA, or no
+    driver to run it with: what asks for the accelerator would get one there that fails.
 
     Raises AcceleratorError.
     """
-    if torch.version.cuda is None:
+    if torch.version.cuda is None or not has_driver():
         return
     try:
         library = ctypes.CDLL(str(build()))
@@ -42,6 +43,14 @@ def keep_cuda() -> None:
             f"lazysched does not know this build of torch {torch.__version__}: "
             f"backward over CUDA tensors fails beside it ({ISSUE})"
         )
+
+
+def has_driver() -> bool:
+    """Is NVIDIA's driver installed? It is loaded at most, not initialised: a forked child could not use it then."""
+    try:
+        return ctypes.CDLL("libcuda.so.1") is not None
+    except OSError:
+        return False
 
 
 def build() -> Path:

@@ -112,7 +112,8 @@ import ctypes, torch
 torch.utils.rename_privateuse1_backend("other")
 assert torch.device(0).type == "other"
 libraries = [f"{torch.__path__[0]}/lib/libtorch_{part}.so".encode() for part in ("cpu", "python")]
-assert ctypes.CDLL(SHIM).lazysched_keep_cuda(*libraries)
+for _ in range(9):  # later calls change nothing
+    assert ctypes.CDLL(SHIM).lazysched_keep_cuda(*libraries) == 1
 print(torch.device(0), torch.accelerator.current_accelerator(), torch.device("other", 0))
 """
 
@@ -122,3 +123,11 @@ def test_beside_cuda_an_integer_goes_on_naming_a_cuda_device() -> None:
     program = INTEGERS.replace("SHIM", repr(str(accelerator.build())))
     done = children.run(program, variables={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
     assert done.stdout == "cuda:0 other other:0\n", done.stderr
+
+
+def test_without_a_driver_cuda_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch for CUDA on a machine that has no GPU is used as PyTorch for CPUs is."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(accelerator, "build", lambda: pytest.fail("the shim is built"))
+    monkeypatch.setattr(accelerator, "has_driver", lambda: False)
+    accelerator.keep_cuda()

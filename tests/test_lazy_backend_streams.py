@@ -12,7 +12,7 @@ import torch
 import lazy_backend
 from lazy_backend import accelerator
 from tests.children import call
-from tests.device import DEVICE, needs_host_errors
+from tests.device import DEVICE, ON_GPU, needs_host_errors
 
 
 def test_streams_are_told_apart() -> None:
@@ -133,7 +133,8 @@ def beside_cuda() -> None:
     """In a fresh process: as where torch has CUDA, libtorch's engine is told that CUDA is the accelerator."""
     torch.lazysched.init()
     shim = ctypes.CDLL(str(accelerator.build()))
-    assert shim.lazysched_keep_cuda(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so").encode()) == 1
+    libraries = [str(Path(torch.__file__).parent / "lib" / f"libtorch_{part}.so").encode() for part in ("cpu", "python")]
+    assert shim.lazysched_keep_cuda(*libraries) == 1
     stream = torch.Stream(device=DEVICE)
     with stream as entered:
         assert entered == stream == torch.lazysched.current_stream()
@@ -144,6 +145,6 @@ def beside_cuda() -> None:
         assert leaf.grad.tolist() == [2, 2, 2]
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="it is so in this very process")
+@pytest.mark.skipif(ON_GPU, reason="it is so in this very process")
 def test_streams_work_beside_cuda() -> None:
     call(beside_cuda)

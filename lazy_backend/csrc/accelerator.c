@@ -29,16 +29,16 @@ static uint8_t (*original_is)(int8_t);
 static OptionalDevice (*original_get)(uint8_t);
 static Stream (*original_stream)(int8_t);
 static __thread int engine_asks;
-static struct {
-  uintptr_t start, size;
-} serving[16];  // the functions that serve Python
-static int servers;
-
+// The functions that serve Python.
 static const char* const kServing[] = {
     "11deviceCountEv",         "14setDeviceIndexEa",       "14getDeviceIndexEv",  "16setCurrentStreamEN3c106StreamE",
     "16getCurrentStreamEa",    "17synchronizeDeviceEa",    "14exchangeDeviceEa",  "19maybeExchangeDeviceEa",
     "19getDeviceCapabilityEa", "14emptyHostCacheEv",
 };
+static struct {
+  uintptr_t start, size;
+} serving[sizeof(kServing) / sizeof(*kServing)];  // those functions, as far as this torch has them
+static int servers;
 
 static void note_serving(void* library) {
   for (size_t i = 0; i < sizeof(kServing) / sizeof(*kServing); i++) {
@@ -122,6 +122,7 @@ static void* visit_jumps(const char* path, Visit visit) {
 
 // Returns 1 where the functions that matter to autograd were found and redirected.
 __attribute__((visibility("default"))) int lazysched_keep_cuda(const char* libtorch_cpu, const char* libtorch_python) {
+  if (servers) return 1;  // an earlier call did it
   void* library = visit_jumps(libtorch_cpu, &in_libtorch_cpu);
   if (!library || patched != 3) return 0;
   note_serving(library);
