@@ -170,7 +170,8 @@ class ComboWriter:
         total = sum(self._programs(lane, step) for lane in self.lanes for step in lane.steps)
         name = self._name()
         kernel = Kernel(name, self._source(name), tuple((entry, kind) for entry, kind, _ in self.entries),
-                        tuple(self.constants), tuple(self.divisible), self.num_warps)
+                        tuple(self.constants), tuple(self.divisible), self.num_warps,
+                        max(step.kernel.registers for step in steps))
         return KernelStep(kernel, (total, 1, 1), tuple(arg for _, _, arg in self.entries),
                           tuple(dict.fromkeys(node for step in steps for node in step.nodes)),
                           tuple(dict.fromkeys(value for step in steps for value in step.elided)),

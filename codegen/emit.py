@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 from codegen.body import Body, BodyBuilder, Scratch
+from codegen.cached_rows import REGISTERS
 from codegen.exponents import fold_logarithms, powers_first
 from codegen.group import Group
 from codegen.instructions import KEPT
@@ -113,7 +114,8 @@ def _launch(body: Body, tile: Tile, nodes: tuple[Node, ...], scratch: Scratch, t
     signature = tuple((argument, kind) for argument, kind, _ in arguments.entries)
     blocks = tuple((f"B{i}", axis.block if axis else 1) for i, axis in enumerate(tile.axes[:2]))
     blocks += (("BK", tile.depth),) if tile.depth else ()
-    kernel = Kernel(name, source, signature, blocks, arguments.divisible(), tile.num_warps)
+    kernel = Kernel(name, source, signature, blocks, arguments.divisible(), tile.num_warps,
+                    REGISTERS if tile.walk is not None else 0)
     loads = [step.access.value for step in body.steps if step.stage in ("load", "gather", "take", "factor") and step.access]
     stores = [step.access.value for step in body.steps if step.stage == "store" and step.access]
     return KernelStep(kernel, (_programs(tile), 1, 1), tuple(entry[2] for entry in arguments.entries), nodes,

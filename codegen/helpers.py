@@ -62,6 +62,15 @@ def _bf16(x):
 '''
 """Rounds a float32 to the nearest bfloat16 in one instruction: the upper half of a pair whose lower half is zero."""
 
+AS_LOADED = '''
+@triton.jit
+def _as_loaded(x):
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, False, 2)
+
+
+'''
+"""Elements of 16 bits as they are, two in a register: the compiler can't know, and hold them as float32 between two uses."""
+
 MUL = '''
 @triton.jit
 def _mul(a, b):
@@ -83,7 +92,7 @@ def _logaddexp(a, b):
 """What scans combine with, beside sums and extremes; infinities of one sign are their own."""
 
 HELPERS = {"_pow(": POW, "_tanh(": TANH, "_normal(": NORMAL, "_logistic(": LOGISTIC, "_bf16(": BF16, ", _mul)": MUL,
-           "_logaddexp": LOGADDEXP}
+           "_logaddexp": LOGADDEXP, "_as_loaded(": AS_LOADED}
 
 
 def used(text: str) -> str:

@@ -66,7 +66,7 @@ class Kernel:
 
     ``source`` is a whole Python file that defines ``name``. ``signature`` gives each run-time argument its Triton type in
     order ("*bf16", "i32", "i64", "fp32", "fp64"); ``constexprs`` follow them in the function's parameters. ``divisible``
-    names the arguments that are multiples of 16.
+    names the arguments that are multiples of 16. ``registers``: how many a thread may have, 0 where the compiler chooses.
     """
 
     name: str
@@ -75,6 +75,7 @@ class Kernel:
     constexprs: tuple[tuple[str, int], ...]
     divisible: tuple[str, ...]
     num_warps: int
+    registers: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

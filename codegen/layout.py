@@ -10,8 +10,9 @@ import math
 from dataclasses import replace
 
 from codegen import forms
-from codegen.aligned import KNOWN, cover, end_in_vectors, peel
+from codegen.aligned import KNOWN, cover, end_in_vectors, on_boundaries, peel
 from codegen.body import Body, Step, reduced_flags
+from codegen.cached_rows import cached_walk
 from codegen.instructions import FULL
 from codegen.pointwise_layout import pointwise_tile
 from codegen.product import Product
@@ -106,6 +107,10 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
         block_x = 1 if looped or strips else min(max(tuning.tile // block_r, 1), power_of_two(body.kept))
     if tuning.walks and not (looped or column or share) and body.kept >= tuning.walks and body.extent <= tuning.mixed_row:
         return _mixed(body, dims, strides, (kept, gone), tuning)
+    one_row = (Axis(kept, body.kept, 1), Axis(gone, extent, 1), None)
+    cached = None if column or share else _cached(body, Tile(dims, strides, one_row, 1, True, 0, 1, peel=1), tuning)
+    if cached is not None:
+        return cached
     lane = lane if looped else _lane_held(body, tuning, lane, -(-body.kept // block_x))
     warps = strip_warps(body, block_r, lane) if strips else warps_for(block_x * block_r, lane, 32)
     if looped and not column and not share and warps_resident(body, tuning) > warps:
@@ -122,6 +127,15 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
     if column and share or alone and not column:
         return cover(tile, body, tuning.covered)
     return peel(tile, body) if looped and not column and (not share or extent % 16) else tile
+
+
+def _cached(body: Body, tile: Tile, tuning: Tuning) -> Tile | None:
+    """The ``tile`` whose programs walk a row each, which a multiprocessor's cache holds, or None."""
+    walk = cached_walk(body, tuning)
+    if walk is None or not on_boundaries(tile, body):
+        return None
+    axes = (tile.axes[0], replace(tile.axes[1], block=walk.block), None)
+    return replace(tile, axes=axes, num_warps=walk.warps, near=16 // walk.width, walk=walk)
 
 
 def _lane_held(body: Body, tuning: Tuning, lane: int, programs: int) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from codegen.aligned import walked
 from codegen.body import Body, Step
+from codegen.cached_rows import Walk
 from codegen.tuning import power_of_two
 
 Strides = dict[int, tuple[int, ...]]
@@ -54,6 +55,7 @@ class Tile:
     near: int = 0  # neighbours that share a maximum in a loop that sums exponentials, or 0: all of a block do
     mixed: bool = False  # programs walk ``share`` rows each, and sum columns beside
     strips: int = 0  # so many blocks along axis 1 hold a row, two or more; 0: one does, or it is walked
+    walk: Walk | None = None  # how a row is walked twice that its multiprocessor's cache holds
     words: int = 0  # so far apart lie the strips' elements, which share a call of Philox; 0: they follow one another
 
     def follows(self, step: Step) -> bool:
@@ -62,7 +64,8 @@ class Tile:
 
     def shape(self) -> tuple[object, ...]:
         """What two tiles of one body may differ in."""
-        return (self.axes, self.looped, self.num_warps, self.stages, self.depth, self.peel, self.ragged, self.near, self.strips)
+        return (self.axes, self.looped, self.num_warps, self.stages, self.depth, self.peel, self.ragged, self.near, self.strips,
+                self.walk)
 
 
 def addressed(body: Body) -> list[Step]:

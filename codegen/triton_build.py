@@ -21,6 +21,7 @@ class Described(Protocol):
     constexprs: tuple[tuple[str, int], ...]
     divisible: tuple[str, ...]
     num_warps: int
+    registers: int
 
 
 def import_source(path: Path) -> ModuleType:
@@ -44,6 +45,8 @@ def build(kernel: Described, module: ModuleType, target: GPUTarget | None = None
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in kernel.divisible}
     source = ASTSource(getattr(module, kernel.name), signature, dict(kernel.constexprs), attributes)
     options = {"num_warps": kernel.num_warps, "enable_fp_fusion": True}
+    if kernel.registers:
+        options["maxnreg"] = kernel.registers
     if "tl.device_assert(" in Path(str(module.__file__)).read_text():
         options |= {"debug": True, "sanitize_overflow": False}  # else Triton leaves assertions out, or adds some of its own
     return triton.compile(source, target=target, options=options)

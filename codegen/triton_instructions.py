@@ -99,8 +99,7 @@ class InstructionWriter(IndexWriter):
         elif step.stage == "gather":
             self._gather(step)
         elif step.stage == "take":
-            widened = ".to(tl.float32)" if step.access and step.access.dtype in HALF else ""
-            self._line(f"{self._name(step)} = tl.load({self._scattered(step, step.args)}, other=0){widened}")
+            self._line(f"{self._name(step)} = tl.load({self._scattered(step, step.args)}, other=0){self._widened(step)}")
         elif step.stage == "coord" and self._compared(step):
             self._names[id(step)] = f"({self.position(step)})"
         elif step.stage == "coord":
@@ -153,7 +152,7 @@ class InstructionWriter(IndexWriter):
     def _load(self, step: Step) -> None:
         offset, mask = self._place(step)
         assert step.access is not None
-        widened = ".to(tl.float32)" if step.access.dtype in HALF else ""
+        widened = self._widened(step)
         if step.access.shift:
             offset += f" - {self.arguments.stride(step.access.shift)}"
         if step.args:
@@ -161,7 +160,7 @@ class InstructionWriter(IndexWriter):
         where = f"{self._pointer(step)} + {offset}" + (f", mask={mask}" if mask else "") if offset else self._pointer(step)
         whole = self._whole_block(step, mask)
         if not whole:
-            self._line(f"{self._name(step)} = tl.load({where}){widened}")
+            self._line(f"{self._name(step)} = tl.load({where}{self._hint(step)}){widened}")
             return
         self._line(f"if {whole}:")
         self._line(f"    {self._name(step)} = tl.load({self._pointer(step)} + {offset})")
@@ -169,6 +168,14 @@ class InstructionWriter(IndexWriter):
         self._line(f"    {self._name(step)} = tl.load({where})")
         if widened:
             self._line(f"{self._name(step)} = {self._name(step)}{widened}")
+
+    def _widened(self, step: Step) -> str:
+        """What makes a loaded number one to compute with."""
+        return ".to(tl.float32)" if step.access is not None and step.access.dtype in HALF else ""
+
+    def _hint(self, step: Step) -> str:
+        """What a load or store tells the caches, as further arguments."""
+        return ""
 
     def _whole_block(self, step: Step, mask: str) -> str:
         """Whether a block of a split reduction's short share lies within it, where its load asks that; else nothing. Loads in a
@@ -206,10 +213,10 @@ class InstructionWriter(IndexWriter):
         count = self.arguments.stride(interval[1] // interval[0])
         (index,) = (self._name(arg) for arg in step.args)
         offset, mask = self._place(step)
-        widened = ".to(tl.float32)" if step.access.dtype in HALF else ""
         along = f"{index} * {self.arguments.stride(step.access.index_stride)}"
         valid = f"{mask} & " * bool(mask) + f"({index} >= 0) & ({index} < {count})"
-        self._line(f"{self._name(step)} = tl.load({self._pointer(step)} + {offset} + {along}, mask={valid}, other=0){widened}")
+        where = f"{self._pointer(step)} + {offset} + {along}, mask={valid}, other=0"
+        self._line(f"{self._name(step)} = tl.load({where}){self._widened(step)}")
 
     def _check(self, step: Step) -> None:
         """Stops at an index that is out of range, in those places where there is an element."""
@@ -254,12 +261,12 @@ class InstructionWriter(IndexWriter):
         (value,) = step.args
         where = f"{self._pointer(step)} + {offset}" if offset else self._pointer(step)
         if offset in ("base + at", "base + i1") and not self._inside:
-            rows = self._rows_guard()
-            self._line(f"tl.store({where}, {self._name(value)}, mask={rows}w1)")
+            rows, hint = self._rows_guard(), self._hint(step)
+            self._line(f"tl.store({where}, {self._name(value)}, mask={rows}w1{hint})")
             ends = self._at_an_end()
             self._line(f"if {ends}:" if ends else "# the rest of the vectors at the row's ends")
             self._indent += bool(ends)
-            self._line(f"tl.store({where}, {self._name(value)}, mask={rows}m1 & (w1 == 0))")
+            self._line(f"tl.store({where}, {self._name(value)}, mask={rows}m1 & (w1 == 0){hint})")
             self._indent -= bool(ends)
             return
-        self._line(f"tl.store({where}, {self._name(value)}" + (f", mask={mask})" if mask else ")"))
+        self._line(f"tl.store({where}, {self._name(value)}" + (f", mask={mask}" if mask else "") + f"{self._hint(step)})")

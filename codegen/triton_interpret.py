@@ -91,9 +91,11 @@ def _scan(input: Any, axis: int, combine: Any, reverse: bool = False, **_: Any) 
 
 
 def _assembly(values: Sequence[Any], text: Any, constraints: str, args: Any, dtype: Any, is_pure: bool, pack: int) -> Any:
-    """What PTX makes of one number: rounds it, or takes the launch's argument that lies so many bytes behind one."""
+    """What PTX makes of one number: nothing, rounds it, or takes the launch's argument that lies so many bytes behind one."""
     (arg,) = args
     text = str(getattr(text, "value", text))
+    if text.startswith("mov.b32"):
+        return arg
     argument = re.search(r"_param_(\d+);.* ld\.param\.u(\d+) ", text)
     if argument:
         first, bits = map(int, argument.groups())

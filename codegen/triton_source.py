@@ -7,6 +7,7 @@ strides are 1, in which order things happen.
 from __future__ import annotations
 
 from codegen.body import Body, Step
+from codegen.cached_source import CachedWriter
 from codegen.helpers import used
 from codegen.instructions import FULL
 from codegen.online import ONLINE, end_lines, loop_lines
@@ -15,7 +16,6 @@ from codegen.random_source import PHILOX
 from codegen.source_args import ArgumentList
 from codegen.tile import Tile
 from codegen.triton_instructions import COMBINE, identity
-from codegen.word_source import WordWriter
 
 _HEADER = '''"""{title}"""
 
@@ -42,7 +42,7 @@ def _min(a, b):
 '''
 
 
-class SourceWriter(WordWriter):
+class SourceWriter(CachedWriter):
     """Writes one kernel: its passes over the tile. ``settles``: all threads read what they pick before one of them stores."""
 
     def __init__(self, body: Body, tile: Tile, arguments: ArgumentList, settles: bool = False) -> None:
@@ -92,7 +92,7 @@ class SourceWriter(WordWriter):
             here = [step for step in reduces if step.phase - 1 == number]
             if number == last:
                 self._settle()
-            self._loop(here, [step for step in stores if placed.get(id(step)) == number])
+            self._loop(here, [step for step in stores if placed.get(id(step)) == number], (number == 0, number == last))
         self._outer(last + 1)
         for step in stores:
             if id(step) not in placed:
@@ -169,13 +169,16 @@ class SourceWriter(WordWriter):
                 if id(step) not in self._emitted:
                     self._emit(step)
 
-    def _loop(self, reduces: list[Step], stores: list[Step]) -> None:
+    def _loop(self, reduces: list[Step], stores: list[Step], which: tuple[bool, bool]) -> None:
+        """One pass; ``which``: is it the first, is it the last?"""
         reduced = self.tile.reduced_axis
         assert reduced is not None
         self._begin(reduces)
         self._carry([*reduces, *stores])
         stages = f", num_stages={self.tile.stages}" if self.tile.stages > 1 else ""
-        if self.tile.peel:
+        if self.tile.walk is not None:
+            self._walk_cached(reduces, stores, *which)
+        elif self.tile.peel:
             ordered = any(step.stage == "scan" for step in self.body.steps)
             if self.tile.peel > 1:
                 self._walk("0, B1, B1" if ordered else "0, last + B1, tl.maximum(last, B1)", [*reduces, *stores], "")

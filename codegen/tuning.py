@@ -57,8 +57,8 @@ class Tuning:
     the machine idle, and get more threads, with ``few_lane`` elements each, twice as many where they reduce, so that programs for
     shorter rows may still share their launch. ``held``: the longest row that registers hold in strips, ``held_loss``: the same of
     16-bit elements where a loss's kernel makes its gradient, whose loop finds longer rows in the cache; twice as long of wider
-    ones. ``overreads``: ATen's matrix products read what lies behind a row's end and multiply it with zeros, as oneDNN does on
-    CPUs with AMX.
+    ones. ``cached``: KiB of rows that a multiprocessor's own cache holds, or 0. ``overreads``: ATen's matrix products read what
+    lies behind a row's end and multiply it with zeros, as oneDNN does on CPUs with AMX.
     """
 
     pointwise_block: int = 1024
@@ -107,6 +107,7 @@ class Tuning:
     few_lane: int = 4
     held: int = 53248
     held_loss: int = 16384
+    cached: int = 220
     philox_blocks: int = 1056  # H200
     overreads: bool = False
 
@@ -130,5 +131,5 @@ class Tuning:
 
 HOPPER = Tuning()
 INTERPRETER = Tuning(pointwise_block=1 << 16, transpose_side=256, tile=1 << 16, persistent=1 << 16, once=1 << 16, looped=1 << 14,
-                     online=1 << 14, programs=4, cores=1, few=0, philox_blocks=0, overreads=True)
+                     online=1 << 14, programs=4, cores=1, few=0, cached=0, philox_blocks=0, overreads=True)
 """The interpreter pays per instruction and program, not per element."""

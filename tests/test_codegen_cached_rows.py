@@ -1,0 +1,123 @@
+"""Rows that a multiprocessor's cache holds while they are walked twice: numbers, and which kernels are made so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import CACHE, check, drawn, kernels, record
+from torch import Tensor
+
+from codegen import triton_compile
+from codegen.cached_rows import REGISTERS
+from codegen.fuse import plan
+from codegen.kernel import Kernel
+from codegen.tuning import HOPPER
+from ir_nodes import settings
+
+ROWS = 3
+FEW = replace(HOPPER, few=ROWS - 1)
+SHORT = replace(FEW, held_loss=1024)
+
+
+def loss(x: Tensor, target: Tensor) -> list[Tensor]:
+    leaf = x.detach().requires_grad_()
+    out = F.cross_entropy(leaf.float(), target)
+    (grad,) = torch.autograd.grad(out, leaf, torch.full_like(out, 1.5))
+    return [out.detach(), grad]
+
+
+def softmax(x: Tensor, target: Tensor) -> Tensor:
+    return x.softmax(1)
+
+
+def inputs(extent: int, dtype: torch.dtype = torch.bfloat16, rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    """Rows whose largest elements lie in each of the parts that are walked in turn, and targets at their ends."""
+    x = drawn(rows, extent, dtype=dtype)
+    x[0, 5] = x[1, extent // 2] = x[2, -1] = 9.0
+    return x, torch.arange(rows) * (extent - 1) // (rows - 1)
+
+
+def cached(x: Tensor, target: Tensor, program: object = loss, tuning: object = FEW) -> list[Kernel]:
+    recording, _ = record(program, x, target)  # type: ignore[arg-type]
+    return [step.kernel for step in kernels(plan(recording.graph, tuning=tuning)) if step.kernel.registers]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("extent", [16_400, 18_432, 24_584, 30_528, 50_264, 65_536])
+def test_a_loss_and_its_gradient(extent: int) -> None:
+    x, target = inputs(extent)
+    check(loss, x, target, tuning=FEW)
+    (kernel,) = cached(x, target)
+    warps = 8 if extent < 31_000 else 16 if extent < 60_000 else 32
+    assert kernel.num_warps == warps and dict(kernel.constexprs)["B1"] == warps * 256
+
+
+@pytest.mark.parametrize("extent", [4_104, 6_144, 6_152, 12_288, 14_336, 14_344])
+def test_few_blocks_behind_those_that_registers_hold(extent: int) -> None:
+    x, target = inputs(extent)
+    assert cached(x, target, tuning=SHORT)
+    check(loss, x, target, tuning=SHORT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_floats(dtype: torch.dtype) -> None:
+    x, target = inputs(50_264, dtype)
+    check(loss, x, target, tuning=FEW, rtol=1e-3 if dtype is torch.float16 else 2e-5, atol=1e-6)
+    (kernel,) = cached(x, target)
+    assert ("_as_loaded(" in kernel.source) == (dtype is torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_softmax(dtype: torch.dtype) -> None:
+    x, target = inputs(32_000, dtype)
+    check(softmax, x, target, tuning=FEW, count=1)
+    assert len(cached(x, target, softmax)) == 1
+
+
+def test_infinite_and_nan_logits() -> None:
+    x, target = inputs(20_000)
+    x[0, :4_000], x[1, 7], x[2] = float("-inf"), float("nan"), float("-inf")
+    target[0] = 19_999
+    check(loss, x, target, tuning=FEW)
+
+
+def test_a_target_that_is_ignored_and_logits_that_are_overwritten() -> None:
+    def program(x: Tensor, target: Tensor) -> list[Tensor]:
+        logits = x * 2
+        out, grad = loss(logits, target)
+        logits.copy_(grad)
+        return [out, logits]
+
+    x, target = inputs(20_000)
+    target[1] = -100
+    check(program, x, target, tuning=FEW)
+
+
+@pytest.mark.parametrize("extent", [16_400, 50_264])
+def test_machine_code(extent: int) -> None:
+    """No memory of loads ahead, so that the cache has it; registers for as many rows as the cache holds."""
+    (kernel,) = cached(*inputs(extent))
+    built = triton_compile.compile_for_hopper(kernel, CACHE)
+    assert f".maxnreg {REGISTERS}" in built.handle.asm["ptx"] and built.shared <= 256
+    assert "L1::evict_last" in built.handle.asm["ptx"] and "cp.async" not in built.handle.asm["ptx"]
+
+
+def test_results_stay_out_of_the_way_where_there_are_many() -> None:
+    (few,), (many,) = cached(*inputs(20_000)), cached(*inputs(20_000, rows=1_000))
+    assert '".cs"' in many.source and '".cs"' not in few.source
+
+
+def test_who_is_not_made_so() -> None:
+    x, target = inputs(20_000)
+    assert cached(x, target)
+    assert not cached(x, target, tuning=HOPPER), "three programs leave the machine idle, whose time is that of one"
+    assert not cached(*inputs(20_001)), "rows off 16-byte boundaries"
+    assert not cached(x[:, :19_999], target - target // 19_999), "results off 16-byte boundaries"
+    assert not cached(*inputs(300_000)), "longer than any cache"
+    assert not cached(*inputs(16_000)), "registers hold it"
+    assert not cached(x, target, softmax), "registers hold two of them"
+    assert not cached(x, target, lambda x, target: (x.float() + target.new_ones(20_000)).softmax(1)), "two operands"
+    with settings.override(disable="cached_rows"):
+        assert not cached(x, target)
