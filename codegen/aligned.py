@@ -83,11 +83,9 @@ def end_in_vectors(tile: Tile, body: Body, shortest: int) -> Tile:
     return replace(tile, ragged=width, row=strides[0], peel=1 if alone else tile.peel)
 
 
-def on_boundaries(tile: Tile, body: Body) -> bool:
-    """Do all rows start on 16-byte boundaries, and lie equally far apart?"""
-    full = [step for step in body.steps if step.level == FULL and step.access is not None and id(step) in tile.strides]
-    strides = _row_strides(tile, full)
-    return settings.enabled("aligned_rows") and len(strides) == 1 and strides[0] % in_a_vector(full) == 0
+def one_stride(tile: Tile, body: Body) -> bool:
+    """Do rows lie equally far apart in all operands?"""
+    return len(_row_strides(tile, [s for s in body.steps if s.level == FULL and s.access and id(s) in tile.strides])) == 1
 
 
 def in_a_vector(steps: Sequence[Step]) -> int:

@@ -58,7 +58,7 @@ def cached_walk(body: Body, tuning: Tuning) -> Walk | None:
     for warps, held, batch in WAYS:
         block = warps * 32 * 16 // width
         fits = (row - held * block * width) * (32 // warps) <= tuning.cached << 10
-        if body.extent > held * block and (fits or warps == 32):
+        if body.extent > (held + 1) * block and (fits or warps == 32):
             return Walk(warps, block, width, held, batch, body.numel * width >= STREAM)
     return None
 

@@ -1,7 +1,7 @@
 """Writes loops over rows that a multiprocessor's cache holds from one walk to the next. Imports codegen's leaf modules.
 
-A step of such a loop loads several blocks before it computes with the first. The row's first blocks are loaded before all others
-and stay in registers as they were loaded.
+A step of such a loop loads several blocks before it computes with the first. The first blocks that lie within the row are loaded
+before all others and stay in registers as they were loaded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CachedWriter(WordWriter):
         raise NotImplementedError
 
     def _walk_cached(self, reduces: list[Step], stores: list[Step], first: bool, last: bool) -> None:
-        """A walk over the row: the steps that are whole, the rest, then what is held."""
+        """A walk over the row: the steps that are whole, other blocks, the row's ends, then what is held."""
         walk = self.tile.walk
         assert walk is not None
         (load,) = (step for step in self.body.steps if step.stage == "load" and step.level == FULL)
@@ -46,11 +46,14 @@ class CachedWriter(WordWriter):
             self._compute(f"{name}_{number}", start, reduces, stores)
         self._indent -= 1
         self._walk("most, last, B1, num_stages=1", [*reduces, *stores], "", inside=True)
-        self._index(1, "last")
-        self._block(reduces, stores)
+        if self.tile.peel > 1:
+            self._walk("0, last + B1, last", [*reduces, *stores], "")
+        else:
+            self._index(1, "last")
+            self._block(reduces, stores)
         packed = "_as_loaded({})" if self._widened(load) else "{}"  # what needs no conversion is held as it is anyway
         for number in range(walk.held):
-            self._compute(packed.format(f"{name}_held{number}"), _start(number), reduces, stores)
+            self._compute(packed.format(f"{name}_held{number}"), self._start(number), reduces, stores)
         self._hints = {"load": "", "store": ""}
 
     def _hold(self, load: Step, name: str) -> None:
@@ -58,13 +61,18 @@ class CachedWriter(WordWriter):
         walk = self.tile.walk
         assert walk is not None
         step, end = f"({walk.batch} * B1)", self._held_end()
-        self._line(f"most = (last - {end}) // {step} * {step} + {end}" if walk.held else f"most = last // {step} * {step}")
+        self._line(f"most = (last - {end}) // {step} * {step} + {end}" if end != "0" else f"most = last // {step} * {step}")
         for number in range(walk.held):
-            self._load_block(load, _start(number), f"{name}_held{number}")
+            self._load_block(load, self._start(number), f"{name}_held{number}")
 
     def _held_end(self) -> str:
         assert self.tile.walk is not None
-        return _start(self.tile.walk.held) or "0"
+        return self._start(self.tile.walk.held) or "0"
+
+    def _start(self, number: int) -> str:
+        """Where the block of that number starts, of those that lie within the row."""
+        number += self.tile.peel > 1
+        return f"{number} * B1" if number > 1 else "B1" * number
 
     def _load_block(self, load: Step, start: str, name: str) -> None:
         """A block as it lies in memory."""
@@ -89,8 +97,3 @@ class CachedWriter(WordWriter):
 
     def _hint(self, step: Step) -> str:
         return self._hints.get(step.stage, "") if step.level == FULL else ""
-
-
-def _start(number: int) -> str:
-    """Where a row's block of that number starts."""
-    return f"{number} * B1" if number > 1 else "B1" * number

@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 
 from codegen import forms
-from codegen.aligned import KNOWN, cover, end_in_vectors, on_boundaries, peel
+from codegen.aligned import KNOWN, cover, end_in_vectors, one_stride, peel
 from codegen.body import Body, Step, reduced_flags
 from codegen.cached_rows import cached_walk
 from codegen.instructions import FULL
@@ -108,7 +108,7 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
     if tuning.walks and not (looped or column or share) and body.kept >= tuning.walks and body.extent <= tuning.mixed_row:
         return _mixed(body, dims, strides, (kept, gone), tuning)
     one_row = (Axis(kept, body.kept, 1), Axis(gone, extent, 1), None)
-    cached = None if column or share else _cached(body, Tile(dims, strides, one_row, 1, True, 0, 1, peel=1), tuning)
+    cached = None if column or share else _cached(body, Tile(dims, strides, one_row, 1, True, 0, 1), tuning)
     if cached is not None:
         return cached
     lane = lane if looped else _lane_held(body, tuning, lane, -(-body.kept // block_x))
@@ -132,10 +132,11 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
 def _cached(body: Body, tile: Tile, tuning: Tuning) -> Tile | None:
     """The ``tile`` whose programs walk a row each, which a multiprocessor's cache holds, or None."""
     walk = cached_walk(body, tuning)
-    if walk is None or not on_boundaries(tile, body):
+    if walk is None or not one_stride(tile, body):
         return None
     axes = (tile.axes[0], replace(tile.axes[1], block=walk.block), None)
-    return replace(tile, axes=axes, num_warps=walk.warps, near=16 // walk.width, walk=walk)
+    tile = peel(replace(tile, axes=axes, num_warps=walk.warps, near=16 // walk.width, walk=walk), body)
+    return tile if tile.peel else None
 
 
 def _lane_held(body: Body, tuning: Tuning, lane: int, programs: int) -> int:
