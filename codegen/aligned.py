@@ -83,9 +83,10 @@ def end_in_vectors(tile: Tile, body: Body, shortest: int) -> Tile:
     return replace(tile, ragged=width, row=strides[0], peel=1 if alone else tile.peel)
 
 
-def one_stride(tile: Tile, body: Body) -> bool:
-    """Do rows lie equally far apart in all operands?"""
-    return len(_row_strides(tile, [s for s in body.steps if s.level == FULL and s.access and id(s) in tile.strides])) == 1
+def row_stride(tile: Tile, body: Body) -> int:
+    """How far apart rows lie in all operands, 0 where that differs."""
+    strides = _row_strides(tile, [step for step in body.steps if step.level == FULL and step.access and id(step) in tile.strides])
+    return strides[0] if len(strides) == 1 else 0
 
 
 def in_a_vector(steps: Sequence[Step]) -> int:

@@ -7,6 +7,7 @@ before all others and stay in registers as they were loaded.
 from __future__ import annotations
 
 from codegen.body import Body, Step
+from codegen.cached_rows import TOGETHER
 from codegen.instructions import FULL
 from codegen.source_args import ArgumentList
 from codegen.tile import Tile
@@ -35,10 +36,10 @@ class CachedWriter(WordWriter):
         name = self._name(load)
         if first:
             self._hold(load, name)
-        self._hints = {"load": "" if last else ', eviction_policy="evict_last"',
+        self._hints = {"load": ', eviction_policy="evict_first"' if last else ', eviction_policy="evict_last"',
                        "store": ', cache_modifier=".cs"' if walk.streams else ""}
-        starts = ["r", "r + B1", *(f"r + {number} * B1" for number in range(2, walk.batch))]
-        self._line(f"for r in tl.range({self._held_end()}, most, {walk.batch} * B1, num_stages=1):")
+        starts = ["r", "r + B1", *(f"r + {number} * B1" for number in range(2, TOGETHER))]
+        self._line(f"for r in tl.range({self._held_end()}, most, {TOGETHER} * B1, num_stages=1):")
         self._indent += 1
         for number, start in enumerate(starts):
             self._load_block(load, start, f"{name}_{number}")
@@ -46,11 +47,8 @@ class CachedWriter(WordWriter):
             self._compute(f"{name}_{number}", start, reduces, stores)
         self._indent -= 1
         self._walk("most, last, B1, num_stages=1", [*reduces, *stores], "", inside=True)
-        if self.tile.peel > 1:
-            self._walk("0, last + B1, last", [*reduces, *stores], "")
-        else:
-            self._index(1, "last")
-            self._block(reduces, stores)
+        ends = "0, last + B1, last" if self.tile.peel > 1 else "last, last + tl.minimum(last, B1), B1"
+        self._walk(ends, [*reduces, *stores], "")
         packed = "_as_loaded({})" if self._widened(load) else "{}"  # what needs no conversion is held as it is anyway
         for number in range(walk.held):
             self._compute(packed.format(f"{name}_held{number}"), self._start(number), reduces, stores)
@@ -60,7 +58,7 @@ class CachedWriter(WordWriter):
         """Where the whole steps end, and the blocks that wait in registers from here on."""
         walk = self.tile.walk
         assert walk is not None
-        step, end = f"({walk.batch} * B1)", self._held_end()
+        step, end = f"({TOGETHER} * B1)", self._held_end()
         self._line(f"most = (last - {end}) // {step} * {step} + {end}" if end != "0" else f"most = last // {step} * {step}")
         for number in range(walk.held):
             self._load_block(load, self._start(number), f"{name}_held{number}")

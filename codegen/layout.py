@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 
 from codegen import forms
-from codegen.aligned import KNOWN, cover, end_in_vectors, one_stride, peel
+from codegen.aligned import KNOWN, cover, end_in_vectors, peel, row_stride
 from codegen.body import Body, Step, reduced_flags
 from codegen.cached_rows import cached_walk
 from codegen.instructions import FULL
@@ -131,8 +131,9 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
 
 def _cached(body: Body, tile: Tile, tuning: Tuning) -> Tile | None:
     """The ``tile`` whose programs walk a row each, which a multiprocessor's cache holds, or None."""
-    walk = cached_walk(body, tuning)
-    if walk is None or not one_stride(tile, body):
+    stride = row_stride(tile, body)
+    walk = cached_walk(body, tuning, stride) if stride else None
+    if walk is None:
         return None
     axes = (tile.axes[0], replace(tile.axes[1], block=walk.block), None)
     tile = peel(replace(tile, axes=axes, num_warps=walk.warps, near=16 // walk.width, walk=walk), body)

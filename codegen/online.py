@@ -75,11 +75,13 @@ def loop_lines(highest: str, value: str, sums: dict[str, str], axis: int, lane: 
     ]
 
 
-def end_lines(highest: str, sums: dict[str, str]) -> list[str]:
-    """The row's maximum, and its sums, from those of neighbours."""
+def end_lines(highest: str, sums: dict[str, str], alone: bool) -> list[str]:
+    """The row's maximum, and its sums, from those of neighbours; as plain numbers where a program has one row ``alone``: they
+    have no layout that what is computed with them would follow."""
+    over = "None, {0}" if alone else "1, {0}, keep_dims=True"
     return [
-        f"{highest} = tl.reduce({highest}_acc, 1, _max, keep_dims=True)",
+        f"{highest} = tl.reduce({highest}_acc, {over.format('_max')})",
         f'{highest}_base = tl.where({highest} == float("-inf"), 0.0, {highest})',
-        *(f"{name} = tl.reduce({name}_acc * {exp}({highest}_acc - {highest}_base), 1, _add, keep_dims=True)"
+        *(f"{name} = tl.reduce({name}_acc * {exp}({highest}_acc - {highest}_base), {over.format('_add')})"
           for name, exp in sums.items()),
     ]

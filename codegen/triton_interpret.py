@@ -77,10 +77,11 @@ class ExactBuilder(interpreter.InterpreterBuilder):
 _builder = ExactBuilder()
 
 
-def _reduce(input: Any, axis: int, combine: Any, keep_dims: bool = False, **_: Any) -> Any:
+def _reduce(input: Any, axis: int | None, combine: Any, keep_dims: bool = False, **_: Any) -> Any:
     how = _REDUCTIONS[combine.fn.__name__]
-    data = how(input.handle.data, axis=axis, keepdims=keep_dims).astype(input.handle.data.dtype)
-    return tl.core.tensor(interpreter.TensorHandle(data, input.dtype), tl.block_type(input.dtype, list(data.shape)))
+    data = numpy.asarray(how(input.handle.data, axis=axis, keepdims=keep_dims)).astype(input.handle.data.dtype)
+    kind = tl.block_type(input.dtype, list(data.shape)) if data.shape else input.dtype.scalar
+    return tl.core.tensor(interpreter.TensorHandle(data if data.shape else data.reshape(1), input.dtype), kind)
 
 
 def _scan(input: Any, axis: int, combine: Any, reverse: bool = False, **_: Any) -> Any:

@@ -265,7 +265,7 @@ class SourceWriter(CachedWriter):
         self._emitted.add(id(step))
         how = "add" if step.text == ONLINE else step.text
         if self.tile.near and step in sums:
-            for line in end_lines(name, sums[step]):
+            for line in end_lines(name, sums[step], self.tile.walk is not None):
                 self._line(line)
         elif step in sums:
             self._line(f"{name} = {name}_acc")
