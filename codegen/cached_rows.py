@@ -29,8 +29,9 @@ many blocks stay in registers that nothing is (on an H200, 50,264 logits of 12 b
 WAYS = ((8, 2), (16, 1), (32, 0))
 """Warps of a row, and blocks that stay in registers at least."""
 
-FILLS = 24576
-"""Elements of 16 bits beyond which a row that registers hold leaves no room for another; twice as many wider ones."""
+HELD = {(2, True): 12_288, (4, True): 24_576, (2, False): 16_384, (4, False): 49_152}
+"""Elements of the longest row that registers hold as fast, by bytes of one and whether a loss leaves its gradient, which takes
+more of them."""
 
 STREAM = 32 << 20
 """Bytes of results that no cache holds until they are read: they leave it to the rows."""
@@ -55,9 +56,8 @@ def cached_walk(body: Body, tuning: Tuning, stride: int) -> Walk | None:
     if operand is None or not tuning.cached or body.kept <= tuning.few or not settings.enabled("cached_rows"):
         return None
     width = operand.dtype.itemsize
-    longest = (tuning.held_loss if makes_gradient(body) else FILLS) * (1 if width == 2 else 2)
     row, room = body.extent * width, tuning.cached << 10
-    if body.extent <= longest or row > 2 * room:
+    if body.extent <= HELD[width, makes_gradient(body)] or row > 2 * room:
         return None
     for warps, least in WAYS:
         block = warps * 32 * 16 // width

@@ -19,7 +19,6 @@ from ir_nodes import settings
 
 ROWS = 3
 FEW = replace(HOPPER, few=ROWS - 1)
-SHORT = replace(FEW, held_loss=1024)
 
 
 def loss(x: Tensor, target: Tensor) -> list[Tensor]:
@@ -57,8 +56,8 @@ def test_a_loss_and_its_gradient(extent: int, warps: int) -> None:
 @pytest.mark.parametrize("extent", [6 * 2048 + 8, *range(7 * 2048 - 8, 9 * 2048, 2040), 8 * 2048 + 1, 7 * 2048 + 7, 8 * 2048 - 1])
 def test_few_blocks_behind_those_that_registers_hold(extent: int) -> None:
     x, target = inputs(extent)
-    assert cached(x, target, tuning=SHORT)
-    check(loss, x, target, tuning=SHORT)
+    assert cached(x, target)
+    check(loss, x, target, tuning=FEW)
 
 
 @pytest.mark.parametrize("offset", range(8))
@@ -124,8 +123,8 @@ def test_who_is_not_made_so() -> None:
     assert not cached(x, target, tuning=HOPPER), "three programs leave the machine idle, whose time is that of one"
     assert not cached(x[:, :19_992], target // 2), "results whose rows lie closer together"
     assert not cached(*inputs(300_000)), "longer than any cache"
-    assert not cached(*inputs(16_000)), "registers hold it"
-    assert not cached(x, target, softmax), "registers hold two of them"
+    assert not cached(*inputs(12_288)), "registers hold it"
+    assert not cached(*inputs(16_384), softmax), "registers hold two of them"
     assert not cached(x, target, lambda x, target: (x.float() + target.new_ones(20_000)).softmax(1)), "two operands"
     with settings.override(disable="cached_rows"):
         assert not cached(x, target)
