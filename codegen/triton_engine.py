@@ -94,6 +94,10 @@ def refusal(first: Node, second: Node, context: Context) -> str:
 triton = BackEnd(refusal, fuse, generate, lambda planned, rates: sum(facts(step, rates).seconds for step in planned.steps))
 
 
+RESERVED = 7
+"""KiB of a multiprocessor's cache that rows are left out of, beside what no program may have of it."""
+
+
 def tuning_of(context: Context) -> Tuning:
     """What suits the machine."""
     if not context.cuda:
@@ -102,7 +106,7 @@ def tuning_of(context: Context) -> Tuning:
     cores, blocks = device.multi_processor_count, device.max_threads_per_multi_processor // BLOCK
     programs, shared = cores * HOPPER.programs // HOPPER.cores, device.shared_memory_per_block_optin
     return replace(HOPPER, cores=cores, programs=programs, few=programs, philox_blocks=cores * blocks, packs=device.major >= 8,
-                   shared_bytes=min(HOPPER.shared_bytes, shared * 3 // 4))
+                   shared_bytes=min(HOPPER.shared_bytes, shared * 3 // 4), cached=min(HOPPER.cached, (shared >> 10) - RESERVED))
 
 
 def load_kernels(kernels: Sequence[Kernel], context: Context) -> dict[Kernel, Function]:
