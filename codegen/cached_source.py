@@ -65,12 +65,16 @@ class CachedWriter(WordWriter):
 
     def _held_end(self) -> str:
         assert self.tile.walk is not None
-        return self._start(self.tile.walk.held) or "0"
+        return self._blocks(self.tile.walk.held) or "0"
 
-    def _start(self, number: int) -> str:
-        """Where the block of that number starts, of those that lie within the row."""
+    def _blocks(self, number: int) -> str:
+        """Where the block of that number starts, of those that lie within the row: how far behind its start, or a boundary."""
         number += self.tile.peel > 1
         return f"{number} * B1" if number > 1 else "B1" * number
+
+    def _start(self, number: int) -> str:
+        """The same as an index, which has as many bits as that of a loop."""
+        return f"last * 0 + {number + (self.tile.peel > 1)} * B1" if self.arguments.wide else self._blocks(number)
 
     def _load_block(self, load: Step, start: str, name: str) -> None:
         """A block as it lies in memory."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from graphs import CACHE, check, drawn, kernels, record
 from torch import Tensor
 
-from codegen import triton_compile
+from codegen import emit, triton_compile
 from codegen.cached_rows import REGISTERS
 from codegen.fuse import plan
 from codegen.kernel import Kernel
@@ -101,6 +101,15 @@ def test_a_target_that_is_ignored_and_logits_that_are_overwritten() -> None:
     x, target = inputs(20_000)
     target[1] = -100
     check(program, x, target, tuning=FEW)
+
+
+@pytest.mark.parametrize("extent", [20_000, 20_001])
+def test_indices_of_64_bits(extent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emit, "INT32_LIMIT", 4)
+    x, target = inputs(extent)
+    (kernel,) = cached(x, target)
+    assert ".to(tl.int64)" in kernel.source
+    check(loss, x, target, tuning=FEW)
 
 
 @pytest.mark.parametrize("extent", [16_400, 50_264])

@@ -41,8 +41,9 @@ def test_lazysched_gives_the_cpu_curve() -> None:
 def test_reading_the_loss_seldom_changes_nothing(read_every: int) -> None:
     often = run("lazysched", steps=20, read_every=1, sample=0)
     seldom = run("lazysched", steps=20, read_every=read_every, sample=0)
-    assert {step: often.losses[step] for step in seldom.losses} == seldom.losses
-    assert often.held_out == seldom.held_out
+    rounding = 1e-5 if torch.cuda.is_available() else 0.0  # atomics add an embedding's gradient in an order of their own
+    assert {step: often.losses[step] for step in seldom.losses} == pytest.approx(seldom.losses, rel=rounding, abs=0.0)
+    assert often.held_out == pytest.approx(seldom.held_out, rel=rounding, abs=0.0)
 
 
 def test_it_learns_more_than_frequencies() -> None:
