@@ -71,7 +71,7 @@ def cached_walk(body: Body, tuning: Tuning, stride: int) -> Walk | None:
 
 def _only_operand(body: Body) -> MemAccess | None:
     """What is loaded over whole rows, 16-bit or 32-bit floats, where that is one operand and rows are walked for a sum of
-    exponentials and again for results."""
+    exponentials and again for results, as wide as it: threads hold what they load in the places where they store."""
     loads = [step for step in body.steps if step.stage in ("load", "gather", "take") and step.level == FULL]
     others = any(step.stage in ("random", "scan") or step.across for step in body.steps)
     if len(loads) != 1 or others or body.backwards or not any(pairs(body)) or not walks_again(body):
@@ -79,4 +79,6 @@ def _only_operand(body: Body) -> MemAccess | None:
     access = loads[0].access
     if loads[0].stage != "load" or loads[0].args or access is None or access.scattered or access.shift:
         return None
-    return access if access.dtype in (torch.bfloat16, torch.float16, torch.float32) else None
+    widths = {step.access.dtype.itemsize for step in body.steps if step.stage == "store" and step.level == FULL and step.access}
+    known = access.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return access if known and widths == {access.dtype.itemsize} else None

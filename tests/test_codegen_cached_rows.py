@@ -134,6 +134,7 @@ def test_who_is_not_made_so() -> None:
     assert not cached(*inputs(300_000)), "longer than any cache"
     assert not cached(*inputs(12_288)), "registers hold it"
     assert not cached(*inputs(16_384), softmax), "registers hold two of them"
-    assert not cached(x, target, lambda x, target: (x.float() + x.flip(0)).softmax(1)), "two operands"
+    assert cached(x, target, softmax) and not cached(x, target, lambda x, target: (x + x.flip(0)).softmax(1)), "two operands"
+    assert not cached(x, target, lambda x, target: x.float().softmax(1)), "results wider than what is read"
     with settings.override(disable="cached_rows"):
         assert not cached(x, target)
