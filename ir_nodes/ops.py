@@ -103,13 +103,17 @@ _HIDDEN_WRITES: dict[str, tuple[str, ...]] = {
     "batch_norm_gather_stats": ("running_mean", "running_var"),
     "batch_norm_gather_stats_with_counts": ("running_mean", "running_var"),
     "batch_norm_update_stats": ("running_mean", "running_var"),
+    "_cudnn_rnn": ("dropout_state",),
+    "_cudnn_rnn_backward": ("reserve",),
     "cudnn_batch_norm": ("running_mean", "running_var"),
     "miopen_batch_norm": ("running_mean", "running_var"),
     "native_batch_norm": ("running_mean", "running_var"),
 }
 
-# Tagged as drawing from a generator, but they refuse all that would draw, or draw again what their forward drew.
+# Tagged as drawing from a generator, but they refuse all that would draw, draw again what their forward drew, or draw from a
+# state that they are given.
 NEVER_DRAWS = (
+    "aten::_cudnn_rnn", "aten::_cudnn_rnn_backward",
     "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_cudnn_attention_backward",
     "aten::_scaled_dot_product_efficient_attention_backward",
 )

@@ -31,8 +31,8 @@ _CHECKED_BY_RUNNING = frozenset(
     "hardswish amax amin max min".split()
 )
 _UPDATES = frozenset("_fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_".split())  # need no Meta: they give nothing new
-# They have no Meta kernel, and what they give has a size that follows from the sizes of what they are given.
-_SHAPED_BY_RUNNING = frozenset("_logcumsumexp _standard_gamma_grad _thnn_fused_gru_cell _thnn_fused_gru_cell_backward".split())
+# They have no Meta kernel that knows, and what they give has a size that follows from the sizes of what they are given.
+_SHAPED_BY_RUNNING = ("_logcumsumexp", "_standard_gamma_grad", "_thnn_fused_gru_cell", "_cudnn_rnn")
 # Their kernels for the CPU give `out` other strides than they found; that of `svd` gives other strides on CUDA than Meta says.
 _RESTRIDES = ("replication_pad", "reflection_pad", "_linalg_svd", "linalg_l", "linalg_eig", "_linalg_eigh", "linalg_qr", "ormqr",
               "linalg_householder", "triangular_solve", "lu_solve", "cholesky_inverse", "_fft_")  # fmt: skip
@@ -109,9 +109,10 @@ def layouts(target: str, args: Arguments, metas: Arguments, device: torch.device
     """Stand-ins for the arguments after the call, and for its returns. Raises Refusal."""
     doubt, base = doubts(target), ops.split(target)[1]
     try:
-        given, returns = metas, [] if base in _UPDATES else call(target, metas)
+        untold = base.startswith(_SHAPED_BY_RUNNING)
+        given, returns = ((), []) if untold else (metas, [] if base in _UPDATES else call(target, metas))
     except Exception as error:
-        if isinstance(error, NotImplementedError) and base not in _SHAPED_BY_RUNNING:
+        if isinstance(error, NotImplementedError):
             raise Refusal(MISSING) from None
         if not doubt.layouts:
             raise Refusal(REFUSED) from None
@@ -188,10 +189,8 @@ def call(target: str, args: Arguments) -> list[Any]:
 
 def stand_in(arg: Any, device: torch.device, cut: Callable[[int], int], byte: int) -> Any:
     """For a tensor of ours one of nothing but this byte on ``device``, and ``device`` for ours."""
-    if isinstance(arg, torch.device):
-        return device
-    if isinstance(arg, torch.Generator):
-        return None
+    if isinstance(arg, (torch.device, torch.Generator)):
+        return device if isinstance(arg, torch.device) else None
     ours = isinstance(arg, Tensor) and arg.device.type == "lazysched"
     return filled(arg, device, [cut(n) for n in arg.shape], byte) if ours else arg
 

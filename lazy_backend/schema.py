@@ -104,12 +104,13 @@ def tags_of(target: str) -> list[torch.Tag]:
 
 
 def arg_kinds(schema: torch._C.FunctionSchema, base: str) -> list[ArgKind]:
-    """Where numbers decide the result's shape (no tensor does, or they scale one) they are constants, like all else unnamed."""
+    """Where numbers decide a result's shape (no tensor does, they scale one, or a workspace's size) they are constants, like all
+    else unnamed."""
     kinds = [kind_of(str(arg.type)) for arg in schema.arguments]
     given = [kind for kind, arg in zip(kinds, schema.arguments)
              if not (arg.kwarg_only and arg.alias_info is not None and arg.alias_info.is_write)]
     scales = base.startswith("_upsample") and any(arg.name.startswith("scale") for arg in schema.arguments)
-    if base.startswith("upsample") or scales or not {ArgKind.TENSOR, ArgKind.TENSOR_LIST} & set(given):
+    if base.startswith(("upsample", "_cudnn_rnn")) or scales or not {ArgKind.TENSOR, ArgKind.TENSOR_LIST} & set(given):
         return [ArgKind.CONST if kind in _NUMBERS else kind for kind in kinds]
     if base in ("linalg_vector_norm", "_foreach_norm"):  # the order chooses the formula, and programs keep to one
         return [ArgKind.CONST if kind is ArgKind.SCALAR else kind for kind in kinds]

@@ -70,8 +70,8 @@ def test_the_same_ops_as_on_cuda() -> None:
     listed = {key: {name for name in names if torch._C._dispatch_has_kernel_for_dispatch_key(name, key)}
               for key in ("AutocastCUDA", "AutocastPrivateUse1")}
     torch.empty(0, device=DEVICE)
-    # The device has no cuDNN form of recurrent layers: it runs their steps, whose products are in the lists.
-    assert listed["AutocastCUDA"] - {"aten::_cudnn_rnn"} == listed["AutocastPrivateUse1"]
+    recurrent = {"aten::_cudnn_rnn"}  # builds of PyTorch without cuDNN leave it out
+    assert listed["AutocastCUDA"] | recurrent == listed["AutocastPrivateUse1"]
 
 
 def test_dtype_nesting_and_switching_off() -> None:

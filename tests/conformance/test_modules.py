@@ -87,7 +87,7 @@ def gradients(module: nn.Module, output: Any, inputs: list[torch.Tensor]) -> lis
 
 
 def as_on_the_device(info: ModuleInfo) -> Any:
-    """The device runs recurrent layers without cuDNN, which multiplies in TF32 and has no backward in eval mode."""
+    """cuDNN's recurrent layers multiply in TF32, which is far from float64, and have no backward in eval mode."""
     recurrent = info.module_cls.__name__ in ("RNN", "GRU", "LSTM")
     return torch.backends.cudnn.flags(enabled=False) if recurrent and EAGER == "cuda" else contextlib.nullcontext()
 

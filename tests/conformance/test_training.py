@@ -108,7 +108,7 @@ def packed(kind: type[nn.Module], device: str) -> Any:
 
 @pytest.fixture
 def without_cudnn() -> Iterator[None]:
-    """The device runs recurrent layers without cuDNN, which multiplies in TF32 and draws its own dropout."""
+    """cuDNN's recurrent layers multiply in TF32 and draw their own dropout: `tests/test_lazy_backend_recurrent.py`."""
     with torch.backends.cudnn.flags(enabled=False) if EAGER == "cuda" else contextlib.nullcontext():
         yield
 
