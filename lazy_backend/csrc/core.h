@@ -252,9 +252,7 @@ struct PlainDispatch {
 // recurrent layers copy: where weights lie is not the user's to say.
 struct NoWarnings final : c10::WarningHandler {
   explicit NoWarnings(const char* p) : prefix(p), user(c10::WarningUtils::get_warning_handler()), guard(this) {}
-  void process(const c10::Warning& w) override {
-    if (w.msg().rfind(prefix, 0) && w.msg().rfind("RNN module weights", 0)) user->process(w);
-  }
+  void process(const c10::Warning& w) override { if (w.msg().rfind(prefix, 0) && w.msg().rfind("RNN module", 0)) user->process(w); }
   const char* prefix; c10::WarningHandler* user;
   c10::WarningUtils::WarningHandlerGuard guard;
 };
