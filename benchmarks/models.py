@@ -177,6 +177,21 @@ class Regression(nn.Module):
         return F.mse_loss(self.layers(x), target)
 
 
+class RecurrentModel(nn.Module):
+    """Zaremba et al., "Recurrent Neural Network Regularization" (2014): a language model of LSTMs with dropout around them."""
+
+    def __init__(self, sizes: Sizes, dropout: float) -> None:
+        super().__init__()
+        width = sizes["width"]
+        self.tokens, self.drop = nn.Embedding(sizes["vocabulary"], width), nn.Dropout(dropout)
+        self.layers = nn.LSTM(width, width, sizes["layers"], batch_first=True, dropout=dropout)
+        self.head = nn.Linear(width, sizes["vocabulary"])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out, _ = self.layers(self.drop(self.tokens(tokens[:, :-1])))
+        return F.cross_entropy(self.head(self.drop(out)).flatten(0, 1), tokens[:, 1:].flatten())
+
+
 def zipf(vocabulary: int, shape: tuple[int, ...], generator: Generator) -> Tensor:
     """Tokens whose frequency falls with their number, as in text: a model learns that within a few steps."""
     return (vocabulary ** torch.rand(shape, generator=generator)).long().clamp_(1, vocabulary) - 1
@@ -230,6 +245,8 @@ TASKS: dict[str, Task] = {
                                    "patch": 16, "classes": 1000},
                 {"batch": 4, "layers": 2, "width": 64, "heads": 2, "inner": 128, "pixels": 32, "patch": 8, "classes": 10},
                 "autocast", "images"),
+    "lstm": Task(RecurrentModel, draw_tokens, {"batch": 64, "length": 129, "layers": 2, "width": 1024, "vocabulary": 10_000},
+                 {"batch": 4, **_TRANSFORMER}, "float32", "tokens", dropout=0.2),
     "mlp": Task(lambda sizes, _: Regression(sizes), draw_regression, {"batch": 32, "width": 64, "layers": 20},
                 {"batch": 32, "width": 64, "layers": 20}, "float32", "samples"),
 }
