@@ -1,11 +1,7 @@
 """Lowers batch norm with its gradient. Imports torch, `ir_nodes` and codegen's leaf modules.
 
-Sums over the channels' elements are one part, what is done to each element another: where the sums are split over programs, the
-second is a kernel of its own that takes in what comes before and after (a sum with a shortcut, an activation).
-
-Mean and variance come from one pass over sums of differences from a shift (Chan, Golub, LeVeque: "Algorithms for computing the
-sample variance", 1983). The shift is the median of three of the channel's elements, so that one that lies far off does no harm:
-the variance's relative error is that of float32's sums times 1 + (shift - mean)^2 / variance.
+Sums over the channels' elements are one part (`moments.py`), what is done to each element another: where the sums are split over
+programs, the second is a kernel of its own that takes in what comes before and after (a sum with a shortcut, an activation).
 """
 
 from __future__ import annotations
@@ -17,16 +13,14 @@ import torch
 
 from codegen.channels import channelwise, inverse, normalised, other_dims
 from codegen.expressions import Unsupported
-from codegen.instructions import FULL, KEPT, Instr, Part, scratch_value
+from codegen.instructions import FULL, KEPT, Instr, Part
 from codegen.lowering import Lowering, argument_names, arguments
+from codegen.moments import keep, moments, written
 from codegen.norm_masks import Masked, masked
 from codegen.promotion import compute_dtype
 from codegen.pulled import Known
 from codegen.reductions import divide, mean_of, operand_of, reduction, write_kept
-from ir_nodes.layout import Layout
 from ir_nodes.node import Node, Operand, Target
-
-_MEDIAN = "tl.maximum(tl.minimum({0}, {1}), tl.minimum(tl.maximum({0}, {1}), {2}))"
 
 
 def lower_batch_norm(node: Node, scratch: int) -> list[Part]:
@@ -61,14 +55,6 @@ def lower_batch_norm_backward(node: Node, scratch: int, known: Known) -> list[Pa
 # ---- numbers per channel -------------------------------------------------------------------------------------------------
 
 
-def _keep(lowering: Lowering, scratch: int, number: Instr) -> Operand:
-    """Hand a number of each channel to the next part."""
-    layout = Layout.contiguous(number.dtype, lowering.kept_shape)
-    value = scratch_value(scratch, layout.nbytes, lowering.part.node)
-    lowering.store(value, layout, number, KEPT)
-    return Operand(value, layout)
-
-
 # ---- forward -------------------------------------------------------------------------------------------------------------
 
 Numbers = tuple[Operand, Operand, bool]
@@ -82,32 +68,12 @@ def _running(args: dict[str, Any]) -> Numbers:
 def _statistics(node: Node, args: dict[str, Any], scratch: int) -> tuple[Part, Numbers]:
     source = operand_of(args["input"])
     lowering, dims = reduction(node, source, other_dims(source.layout))
-    value = lowering.load(source)
-    shift = lowering.expr(_MEDIAN, *(lowering.load(_sample(source, quarter), KEPT) for quarter in (1, 2, 3)), dtype=value.dtype)
-    moved = lowering.expr("{0} - {1}", value, shift, dtype=value.dtype)
-    total = lowering.reduce("add", moved)
-    squares = lowering.reduce("add", lowering.expr("{0} * {0}", moved, dtype=value.dtype))
-    offset = mean_of(lowering, total)
-    mean = lowering.expr("{0} + {1}", shift, offset, dtype=value.dtype)
-    spread = lowering.expr("{0} - {1} * {2}", squares, total, offset, dtype=value.dtype)
-    variance = mean_of(lowering, lowering.expr("tl.where({0} < 0, 0.0, {0})", spread, dtype=value.dtype))
+    mean, squares = moments(lowering, source, dims)
+    variance = mean_of(lowering, squares)
     scale = inverse(lowering, variance, args["eps"])
     _update(lowering, args, mean, variance)
-    kept = []
-    for index, (place, number) in enumerate(zip(node.returns[1:], (mean, scale))):
-        exact = place is not None and node.writes[place].layout.dtype is number.dtype
-        if place is not None:
-            write_kept(lowering, place, number, dims)
-        kept.append(Operand(node.writes[place].value, node.writes[place].layout) if exact and place is not None
-                    else _keep(lowering, scratch + index, number))
+    kept = written(lowering, scratch, node.returns[1:], (mean, scale), dims)
     return lowering.part, (kept[0], kept[1], True)
-
-
-def _sample(source: Operand, quarter: int) -> Operand:
-    """One element of each channel, so many quarters into every other dimension."""
-    layout = source.layout
-    offset = sum(layout.size[dim] * quarter // 4 * layout.stride[dim] for dim in other_dims(layout))
-    return Operand(source.value, Layout(layout.dtype, layout.size[1:2], layout.stride[1:2], layout.offset + offset))
 
 
 def _update(lowering: Lowering, args: dict[str, Any], mean: Instr, variance: Instr) -> None:
@@ -175,7 +141,7 @@ def _gradient_sums(node: Node, args: dict[str, Any], mask: Masked | None, scratc
     if bias is not None:
         write_kept(lowering, bias, plain, dims)
     slope = lowering.expr("{0} * {1}", mean_of(lowering, skewed), scale, dtype=value.dtype)
-    return lowering.part, (_keep(lowering, scratch, mean_of(lowering, plain)), _keep(lowering, scratch + 1, slope))
+    return lowering.part, (keep(lowering, scratch, mean_of(lowering, plain)), keep(lowering, scratch + 1, slope))
 
 
 def _grad_input(node: Node, args: dict[str, Any], mask: Masked | None, index: int, means: tuple[Operand, Operand] | None) -> Part:

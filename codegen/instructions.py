@@ -104,6 +104,7 @@ class Part:
     column: bool = False
     after: tuple[Value, ...] = ()  # values that have to be there, besides those that it reads
     later: int = 0  # levels above what it waits for: room for others to share kernels below it
+    apart: bool = False  # several programs share each reduction, so that what is made of it is a kernel of its own
     _facts: Facts | None = field(default=None, init=False, repr=False)
     _structure: Structure | None = field(default=None, init=False, repr=False)
 
@@ -140,7 +141,7 @@ class Part:
             if i.kind == "scalar":
                 payload = names[payload]  # type: ignore[index]
             made[i] = Instr(i.kind, i.dtype, i.level, tuple([made[arg] for arg in i.args]), i.text, access, payload, i.rounded)
-        other = Part(self.node, self.numel, self.reduced, list(made.values()), self.column, self.after, self.later)
+        other = Part(self.node, self.numel, self.reduced, list(made.values()), self.column, self.after, self.later, self.apart)
         key, old = self.structure
         other._structure = key, tuple([names[name] for name in old])
         facts = self.facts

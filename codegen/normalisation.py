@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from codegen import forms
+from codegen import forms, moments
 from codegen.expressions import function
 from codegen.inline import COPIES
 from codegen.instructions import KEPT, Instr, MemAccess, Part, scratch_value
@@ -91,11 +91,15 @@ def lower_softmax_backward(node: Node, scratch: int) -> list[Part]:
 
 
 def lower_layer_norm(node: Node, scratch: int) -> list[Part]:
-    """native_layer_norm: mean and variance in two passes, as accurate as Welford's."""
+    """native_layer_norm: mean and variance in two passes, as accurate as Welford's; of long rows in one (`moments.py`)."""
     args = arguments(node)
     source = operand_of(args["input"])
     rank = len(args["normalized_shape"])
-    lowering, dims = reduction(node, source, tuple(range(len(source.layout.size) - rank, len(source.layout.size))))
+    within = tuple(range(len(source.layout.size) - rank, len(source.layout.size)))
+    if moments.is_long(source.layout, within):
+        sums, mean_operand, scale_operand = moments.rows(node, source, within, args["eps"], scratch)
+        return [sums, normalised_by(node, mean_operand, scale_operand)]
+    lowering, dims = reduction(node, source, within)
     value = lowering.load(source)
     mean = rounded_once(lowering, lowering.reduce("add", value))
     centred = lowering.expr("{0} - {1}", value, mean, dtype=value.dtype)
@@ -136,7 +140,7 @@ def lower_layer_norm_backward(node: Node, scratch: int) -> list[Part]:
     returned = list(node.returns)
     parts = []
     if returned[0] is not None:
-        parts.append(_layer_norm_grad_input(node, args, rank, returned[0]))
+        parts += _layer_norm_grad_input(node, args, rank, returned[0], scratch)
     if any(index is not None for index in returned[1:3]):
         parts.append(_layer_norm_grad_affine(node, args, rank, returned[1], returned[2]))
     return parts
@@ -151,17 +155,31 @@ def _normalised(lowering: Lowering, args: dict[str, Any]) -> tuple[Instr, Instr,
     return grad, lowering.expr("({0} - {1}) * {2}", value, mean, scale, dtype=value.dtype), scale
 
 
-def _layer_norm_grad_input(node: Node, args: dict[str, Any], rank: int, index: int) -> Part:
+def _layer_norm_grad_input(node: Node, args: dict[str, Any], rank: int, index: int, scratch: int) -> list[Part]:
     source = operand_of(args["input"])
-    lowering, _ = reduction(node, source, tuple(range(rank, len(source.layout.size))))
+    within = tuple(range(rank, len(source.layout.size)))
+    lowering, dims = reduction(node, source, within)
+    parts, found = [lowering.part], _weighted(lowering, args)
+    grad, normal, _ = found
+    plain = mean_of(lowering, lowering.reduce("add", grad))
+    skewed = mean_of(lowering, lowering.reduce("add", lowering.expr("{0} * {1}", grad, normal, dtype=grad.dtype)))
+    if moments.is_long(source.layout, within):
+        numbers = moments.handed_on(lowering, scratch, (plain, skewed), dims)
+        lowering = Lowering(node, source.layout.size)
+        parts, found = [*parts, lowering.part], _weighted(lowering, args)
+        plain, skewed = (lowering.load(number) for number in numbers)
+    grad, normal, scale = found
+    text = "({0} - {1} - {2} * {3}) * {4}"
+    lowering.write(index, lowering.expr(text, grad, plain, normal, skewed, scale, dtype=grad.dtype))
+    return parts
+
+
+def _weighted(lowering: Lowering, args: dict[str, Any]) -> tuple[Instr, Instr, Instr]:
+    """(gradient times weight, normalised input, reciprocal deviation)."""
     grad, normal, scale = _normalised(lowering, args)
     if args.get("weight") is not None:
         grad = lowering.expr("{0} * {1}", grad, lowering.read(args["weight"], grad.dtype), dtype=grad.dtype)
-    plain = mean_of(lowering, lowering.reduce("add", grad))
-    skewed = mean_of(lowering, lowering.reduce("add", lowering.expr("{0} * {1}", grad, normal, dtype=grad.dtype)))
-    text = "({0} - {1} - {2} * {3}) * {4}"
-    lowering.write(index, lowering.expr(text, grad, plain, normal, skewed, scale, dtype=grad.dtype))
-    return lowering.part
+    return grad, normal, scale
 
 
 def _layer_norm_grad_affine(node: Node, args: dict[str, Any], rank: int, weight: int | None, bias: int | None) -> Part:

@@ -109,6 +109,13 @@ def rounded_once(lowering: Lowering, total: Instr) -> Instr:
     return divide(lowering, total, lowering.size(forms.reduced_extent(lowering.part.reduced or ()), total.dtype))
 
 
+def spread_of(lowering: Lowering, value: Instr) -> tuple[Instr, Instr, Instr]:
+    """(mean, difference from it, sum of squared differences), in two passes over what is held in registers."""
+    mean = rounded_once(lowering, lowering.reduce("add", value))
+    centred = lowering.expr("{0} - {1}", value, mean, dtype=value.dtype)
+    return mean, centred, lowering.reduce("add", lowering.expr("{0} * {0}", centred, dtype=value.dtype))
+
+
 def divide(lowering: Lowering, left: Instr, right: Instr) -> Instr:
     """IEEE division in the operands' dtype."""
     name = "tl.math.div_rn" if left.dtype is torch.float32 else "tl.fdiv"

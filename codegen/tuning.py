@@ -120,6 +120,8 @@ class Tuning:
         extent = part.numel // part.kept
         if part.numel <= self.split_numel:
             return False
+        if part.apart:
+            return True
         if part.column:
             return extent > self.split_column and -(-part.kept // self.lanes(True)) * 2 < self.programs
         return extent > self.split_row and part.kept * 4 < self.programs

@@ -26,6 +26,7 @@ OPTIMISATIONS: dict[str, str] = {
     "scans": "running sums, products and extremes are kernels that fuse, instead of ATen's",
     "mix_order": "row and column reductions of one input share a pass over it",
     "one_pass_loss": "a loss over classes makes its gradient where it reads the logits, while a cache holds the row",
+    "long_norms": "norms of rows of over 65,536 elements take their sums in one pass, which programs share",
     "cached_rows": "rows too long for registers are walked twice where their multiprocessor's cache holds them",
     "split": "long reductions with few results are split over programs",
     "tiling": "two-dimensional tiles where operands disagree on the fast axis",
