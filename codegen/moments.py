@@ -11,6 +11,7 @@ element's channel.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Sequence
 
 from codegen.instructions import KEPT, Instr, Part, scratch_value
@@ -22,6 +23,8 @@ from ir_nodes.node import Node, Operand
 
 LONG_ROW = 1 << 16
 """Elements; shorter rows are held in registers, or fit in caches while they are walked."""
+FEW_ROWS = 128
+"""Fewer leave multiprocessors idle: then rows are long that registers do not hold, half as many elements."""
 
 _MEDIAN = "tl.maximum(tl.minimum({0}, {1}), tl.minimum(tl.maximum({0}, {1}), {2}))"
 
@@ -70,10 +73,9 @@ def written(lowering: Lowering, scratch: int, places: Sequence[int | None], numb
 
 
 def is_long(layout: Layout, dims: Sequence[int]) -> bool:
-    extent = 1
-    for dim in dims:
-        extent *= layout.size[dim]
-    return extent > LONG_ROW and settings.enabled("long_norms")
+    extent = math.prod(layout.size[dim] for dim in dims)
+    few = math.prod(layout.size) < FEW_ROWS * extent
+    return extent > (LONG_ROW // 2 if few else LONG_ROW) and settings.enabled("long_norms")
 
 
 def rows(node: Node, source: Operand, dims: Sequence[int], eps: Any, scratch: int) -> tuple[Part, Operand, Operand]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Collection
 
-from codegen import draws, forms, mixing, one_pass
+from codegen import across, draws, forms, mixing, one_pass
 from codegen.footprint import Footprint
 from codegen.forms import Form
 from codegen.group import MAX_DIMS, MAX_NODES, MAX_OPERANDS, Group, Joint, Touched, Unit
@@ -79,6 +79,7 @@ def can_fuse(left: Group, right: Group) -> Joint | str:
         if mixed is not None:
             return mixed
     apart = one_pass.refused(left, right) if joint.reduced is not None else None
+    apart = apart or across.refused(left, right, joint)
     return apart or _memory_reason(left, right, joint) or _split_reason(left, right, joint) or joint
 
 

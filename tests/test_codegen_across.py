@@ -1,0 +1,58 @@
+"""Elementwise work on what lies across the rows of a reduction is a kernel of its own."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import check, kernels, plan, record
+from torch import Tensor
+
+from codegen import across
+
+LAST = torch.channels_last
+
+
+def names(program: Callable[..., Any], *inputs: Tensor) -> list[str]:
+    return [step.kernel.name for step in kernels(plan(record(program, *inputs)[0].graph))]
+
+
+def images(*size: int) -> tuple[Tensor, Tensor]:
+    """Pixels in rows, and channels side by side."""
+    return torch.rand(size), torch.rand(size).to(memory_format=LAST)
+
+
+def weighted(rows: Tensor, last: Tensor) -> Any:
+    part = F.silu(last)
+    return part.contiguous(), (part * rows).sum((2, 3)), rows.sum((2, 3))
+
+
+def test_channels_side_by_side_are_not_read_by_rows_of_pixels() -> None:
+    found = names(weighted, *images(4, 64, 64, 64))
+    assert any(name.startswith("pointwise") for name in found), found
+    refusals = [str(r) for r in plan(record(weighted, *images(4, 64, 64, 64))[0].graph).refusals]
+    assert any("lies across the rows" in text for text in refusals)
+
+
+@pytest.mark.parametrize("program", [
+    lambda rows, last: (F.silu(rows), (F.silu(rows) * rows).sum((2, 3))),
+    lambda rows, last: (F.silu(last), (F.silu(last) * last).sum((2, 3))),
+    lambda rows, last: (F.silu(last) * last).sum(1),
+    lambda rows, last: (rows.sum(), (rows * last).sum()),
+    lambda rows, last: ((rows * last[:, :, :1, :1]).sum((2, 3)), rows.sum((2, 3))),
+])  # fmt: skip
+def test_what_lies_alike_is_one_kernel(program: Callable[..., Any]) -> None:
+    assert not any(name.startswith("pointwise") for name in names(program, *images(4, 64, 64, 64)))
+
+
+def test_small_ones_and_short_rows_share_kernels() -> None:
+    for size in ((2, 8, 32, 32), (4096, 64, 2, 2)):
+        assert not any(name.startswith("pointwise") for name in names(weighted, *images(*size))), size
+
+
+def test_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(across, "LARGE", 0)
+    monkeypatch.setattr(across, "SHORT", 0)
+    check(weighted, *images(2, 9, 7, 5), rtol=1e-5, atol=1e-5)
