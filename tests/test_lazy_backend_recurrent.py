@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lazy_backend
+from ir_nodes import settings
 from lazy_backend import recurrent
 from tests.cudnn_ops import recurrent_on_cpu
 from tests.device import DEVICE, ON_GPU, PHYSICAL
@@ -28,7 +29,7 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.empty(0, device=DEVICE)  # the device registers its ops when it starts
     if not ON_GPU:
         monkeypatch.setattr(recurrent, "by_cudnn", lambda x: torch.backends.cudnn.enabled)
-    with contextlib.nullcontext() if ON_GPU else recurrent_on_cpu():
+    with contextlib.nullcontext() if ON_GPU else recurrent_on_cpu(), settings.override(verify=True):
         yield
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lazy_backend  # noqa: F401 - registers the device
 from lazy_backend import core
+from tests.cudnn_ops import flag
 from tests.device import CLOSE, DEVICE, ON_GPU, arange
 
 
@@ -124,6 +125,14 @@ def test_lazy_clones_are_two() -> None:
     assert x.tolist() == [0, 1, 2] and y.tolist() == [1, 2, 3]
 
 
+@pytest.fixture
+def in_full() -> Iterator[None]:
+    """cuDNN's recurrent layers multiply in TF32 else."""
+    with flag("allow_tf32", False):
+        yield
+
+
+@pytest.mark.usefixtures("in_full")
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}, {"batch_first": True}], ids=str)
 def test_recurrent_nets(kind: type[nn.Module], options: dict[str, Any]) -> None:
@@ -140,6 +149,7 @@ def test_recurrent_nets(kind: type[nn.Module], options: dict[str, Any]) -> None:
     assert all(parameter.grad.device.type == DEVICE for parameter in net.parameters())
 
 
+@pytest.mark.usefixtures("in_full")
 def test_packed_sequences() -> None:
     torch.manual_seed(0)
     net = nn.LSTM(10, 20)
