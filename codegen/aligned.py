@@ -89,6 +89,17 @@ def row_stride(tile: Tile, body: Body) -> int:
     return strides[0] if len(strides) == 1 else 0
 
 
+def in_vectors(tile: Tile, body: Body) -> bool:
+    """False where blocks of several rows are loaded an element at a time: what a loop copies ahead then lies in shared memory
+    column by column, where threads that write neighbours wait for one another (8 times as long, measured under Triton 3.6)."""
+    rows, along = tile.axes[0], tile.axes[1]
+    if tile.depth or rows is None or rows.block == 1 or tile.covered or tile.ragged or tile.peel > 1 or not along.dims:
+        return True
+    full = [step for step in body.steps if step.stage == "load" and step.level == FULL and id(step) in tile.strides]
+    apart = {stride for step in full for stride in tile.strides[id(step)] if stride > 1}
+    return all(size % KNOWN == 0 for size in (*apart, tile.dims[along.dims[-1]]))
+
+
 def in_a_vector(steps: Sequence[Step]) -> int:
     """Elements of the narrowest of these operands in 16 bytes; 1 where there is none."""
     return 16 // min((step.access.dtype.itemsize for step in steps if step.access is not None), default=16)

@@ -25,7 +25,7 @@ CANDIDATES = 5  # with the first, which the tuning gives
 BETTER = 0.97  # share of the first one's time that makes another the winner
 POINTWISE = ("pointwise_block=512", "pointwise_block=2048", "thread_bytes=64", "transpose_side=32")
 REDUCTION = ("padded=100", "resident=32", "rewalked=48", "rewalked=0", "lane=8,wide_lane=16,loop_lane=16",
-             "lane=32,wide_lane=64", "looped=8192,online=4096", "column_width=128,column_tile=4096", "persistent=4096",
+             "lane=32,wide_lane=64", "looped=8192,online=4096", "column_width=128", "persistent=4096",
              "tile=4096")
 """Changes such as have won on an H200, the most frequent first."""
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from codegen.body import Body, BodyBuilder, Scratch
 from codegen.cached_rows import REGISTERS
+from codegen.columns import column_width
 from codegen.exponents import fold_logarithms, powers_first
 from codegen.group import Group
 from codegen.instructions import KEPT
@@ -95,10 +96,10 @@ def _whole(body: Body, tile: Tile, nodes: tuple[Node, ...], scratch: Scratch, tu
 def _share(body: Body, tuning: Tuning) -> int:
     """Summands per program of a split reduction: enough programs to fill the machine, none with next to nothing to do, nor a last
     step that is."""
-    lanes = tuning.lanes(body.column)
+    lanes = column_width(body, tuning, True) if body.column else 1
     programs = -(-body.kept // lanes)
-    least = tuning.split_rows if body.column else tuning.looped
-    shares = max(2, min(-(-tuning.programs // programs), body.extent // least))
+    most = body.extent // tuning.split_rows if body.column else -(-body.extent // tuning.looped)
+    shares = max(2, min(-(-tuning.programs // programs), most))
     step = tuning.looped if not body.column and body.extent > tuning.looped * shares else 16
     return -(-body.extent // (shares * step)) * step
 

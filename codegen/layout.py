@@ -10,13 +10,14 @@ import math
 from dataclasses import replace
 
 from codegen import forms
-from codegen.aligned import KNOWN, cover, end_in_vectors, peel, row_stride
+from codegen.aligned import KNOWN, cover, end_in_vectors, in_vectors, peel, row_stride
 from codegen.body import Body, Step, reduced_flags
 from codegen.cached_rows import cached_walk
+from codegen.columns import along_kept, column_blocks
 from codegen.instructions import FULL
 from codegen.pointwise_layout import pointwise_tile
 from codegen.product import Product
-from codegen.row_blocks import loop_lane, neighbours, row_block, warps_resident
+from codegen.row_blocks import neighbours, row_block, tile_of_rows, warps_resident
 from codegen.row_traits import lanes_needed, loads, makes_gradient, narrow
 from codegen.strips import strip_of, strip_warps, strips_of, walking_warps
 from codegen.tile import Axis, Strides, Tile, addressed, warps_for
@@ -27,6 +28,9 @@ from ir_nodes import settings
 def lay_out(body: Body, tuning: Tuning, share: int = 0, shares: int = 0) -> Tile:
     """The tile of ``body``; ``share`` above 0 makes the first kernel of a reduction split over ``shares`` programs."""
     tile = end_in_vectors(_laid_out(body, tuning, share, shares), body, tuning.covered)
+    if not in_vectors(tile, body):
+        threads = 2 if tile.reduced_axis == 0 and not tile.share else 1
+        tile = replace(tile, stages=1, num_warps=min(threads * tile.num_warps, 32))
     return replace(tile, packs=tuning.packs and settings.enabled("packed_rounding"))
 
 
@@ -92,26 +96,25 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
     share, shares = divided
     kept = tuple(dim for dim, flag in enumerate(flags) if not flag)
     gone = tuple(dim for dim, flag in enumerate(flags) if flag)
-    column = _along_kept(body, dims, strides, flags)
+    column = along_kept(body, dims, strides, flags)
     if body.mixed:
         return _mixed(body, dims, strides, (kept, gone), tuning)
     extent, looped, lane, strips = body.extent, share > 0, tuning.lane, 0
     if not any(step.level == FULL or step.stage == "reduce" for step in body.steps):
         block_r, block_x = 1, min(128, power_of_two(body.kept))
     elif column:
-        block_r, block_x, looped = _column_blocks(body, tuning, looped)
-        lane = loop_lane(body, tuning) if looped else tuning.lane
+        block_r, block_x, looped, lane = column_blocks(body, tuning, looped)
     else:
         block_r, looped, lane = row_block(body, tuning, looped)
         strips = 0 if looped else strips_of(body, block_r)
-        block_x = 1 if looped or strips else min(max(tuning.tile // block_r, 1), power_of_two(body.kept))
+        block_x = 1 if looped or strips else min(max(tile_of_rows(body, tuning, block_r) // block_r, 1), power_of_two(body.kept))
     if tuning.walks and not (looped or column or share) and body.kept >= tuning.walks and body.extent <= tuning.mixed_row:
         return _mixed(body, dims, strides, (kept, gone), tuning)
     one_row = (Axis(kept, body.kept, 1), Axis(gone, extent, 1), None)
     cached = None if column or share else _cached(body, Tile(dims, strides, one_row, 1, True, 0, 1), tuning)
     if cached is not None:
         return cached
-    lane = lane if looped else _lane_held(body, tuning, lane, -(-body.kept // block_x))
+    lane = lane if looped or block_x > tuning.narrow_width else _lane_held(body, tuning, lane, -(-body.kept // block_x))
     warps = strip_warps(body, block_r, lane) if strips else warps_for(block_x * block_r, lane, 32)
     if looped and not column and not share and warps_resident(body, tuning) > warps:
         warps = warps_resident(body, tuning)
@@ -181,29 +184,3 @@ def _mixed(body: Body, dims: tuple[int, ...], strides: Strides, split: tuple[tup
     tile = Tile(dims, strides, axes, 1, False, share, warps, _ahead(body, tuning, down * along * max(strips, 1)), shares=shares,
                 mixed=True, strips=strips)
     return cover(tile, body, tuning.covered)
-
-
-def _column_blocks(body: Body, tuning: Tuning, split: bool) -> tuple[int, int, bool]:
-    """(rows per step, columns, looped?): narrow tiles where columns are few, so that more programs share them."""
-    larger = 2 if any(step.stage == "scan" for step in body.steps) else 1  # these wait for one another at every step
-    width = min(tuning.column_width * larger, power_of_two(body.kept))
-    while not split and width > 16 and -(-body.kept // width) < tuning.cores:
-        width //= 2
-    crowded = loads(body) > 1 and any(step.stage == "store" and step.level == FULL for step in body.steps)
-    limit = max(tuning.column_tile * larger // (2 if crowded else 1) // width, 1)
-    held = limit * 4 // larger  # what registers hold at a time instead
-    looped = split or power_of_two(body.extent) > held
-    return min(power_of_two(body.extent), limit if looped else held), width, looped
-
-
-def _along_kept(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple[bool, ...]) -> bool:
-    """True where neighbouring results, not neighbouring summands, lie next to one another in memory."""
-    votes = 0
-    for step in body.steps:
-        if step.access is None or step.level != FULL:
-            continue
-        moving = [(stride, dim) for dim, stride in enumerate(strides[id(step)]) if stride > 0]
-        if moving:
-            weight = math.prod(dims[dim] for _, dim in moving)
-            votes += -weight if flags[min(moving)[1]] else weight
-    return votes > 0

@@ -18,6 +18,7 @@ from codegen import (
     positions,
     reductions,
     scans,
+    softmax,
     statistics,
 )
 from codegen.expressions import Unsupported
@@ -43,10 +44,10 @@ REDUCTIONS: dict[str, Lowered] = {
     "all": reductions.lower_truth("min"),
     "linalg_vector_norm": reductions.lower_norm,
     "_amp_foreach_non_finite_check_and_unscale_": optimizers.lower_unscale,
-    "_softmax": normalisation.lower_softmax,
-    "_log_softmax": normalisation.lower_softmax,
-    "_softmax_backward_data": normalisation.lower_softmax_backward,
-    "_log_softmax_backward_data": normalisation.lower_softmax_backward,
+    "_softmax": softmax.lower_softmax,
+    "_log_softmax": softmax.lower_softmax,
+    "_softmax_backward_data": softmax.lower_softmax_backward,
+    "_log_softmax_backward_data": softmax.lower_softmax_backward,
     "native_layer_norm": normalisation.lower_layer_norm,
     "native_layer_norm_backward": normalisation.lower_layer_norm_backward,
     "native_batch_norm": batch_norm.lower_batch_norm,

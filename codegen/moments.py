@@ -26,6 +26,11 @@ LONG_ROW = 1 << 16
 FEW_ROWS = 128
 """Fewer leave multiprocessors idle: then rows are long that registers do not hold, half as many elements."""
 
+TALL = 32
+"""Rows; columns of more are not held in registers, and would be walked again."""
+NARROW = 16
+"""Columns that one program reduces, at least."""
+
 _MEDIAN = "tl.maximum(tl.minimum({0}, {1}), tl.minimum(tl.maximum({0}, {1}), {2}))"
 
 
@@ -76,6 +81,29 @@ def is_long(layout: Layout, dims: Sequence[int]) -> bool:
     extent = math.prod(layout.size[dim] for dim in dims)
     few = math.prod(layout.size) < FEW_ROWS * extent
     return extent > (LONG_ROW // 2 if few else LONG_ROW) and settings.enabled("long_norms")
+
+
+def is_tall(layout: Layout, dims: Sequence[int]) -> bool:
+    """Are columns reduced that registers do not hold?"""
+    tall = math.prod(layout.size[dim] for dim in dims) > TALL
+    return tall and _in_columns(layout, dims) and settings.enabled("long_norms")
+
+
+def few_and_long(layout: Layout, dims: Sequence[int]) -> bool:
+    """Would rows, or columns, that a program each walks, leave most of the machine idle for long?"""
+    extent, whole = math.prod(layout.size[dim] for dim in dims), math.prod(layout.size)
+    if not settings.enabled("long_norms") or not whole:
+        return False
+    if _in_columns(layout, dims):
+        return extent > LONG_ROW // 16 and whole < FEW_ROWS * NARROW * extent
+    return whole < FEW_ROWS * extent and extent > LONG_ROW or 4 * whole < FEW_ROWS * extent and 2 * extent > LONG_ROW
+
+
+def _in_columns(layout: Layout, dims: Sequence[int]) -> bool:
+    """Do results lie next to one another, not what they are made of?"""
+    along = min(((stride, dim) for dim, (size, stride) in enumerate(zip(layout.size, layout.stride)) if size > 1 and stride),
+                default=(0, dims[0] if dims else -1))[1]
+    return along not in dims
 
 
 def rows(node: Node, source: Operand, dims: Sequence[int], eps: Any, scratch: int) -> tuple[Part, Operand, Operand]:

@@ -1,93 +1,14 @@
-"""Lowers softmax and layer norm with their gradients. Imports torch, `ir_nodes` and codegen's leaf modules."""
+"""Lowers layer norm and its gradients. Imports `ir_nodes` and codegen's leaf modules."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from codegen import forms, moments
-from codegen.expressions import function
-from codegen.inline import COPIES
-from codegen.instructions import KEPT, Instr, MemAccess, Part, scratch_value
+from codegen import moments
+from codegen.instructions import Instr, Part
 from codegen.lowering import Lowering, Unsupported, arguments
-from codegen.promotion import HALF
 from codegen.reductions import mean_of, operand_of, reduction, rounded_once, write_kept
-from ir_nodes.layout import Layout
 from ir_nodes.node import Node, Operand
-
-
-def exp(lowering: Lowering, value: Instr, rough: bool = False) -> Instr:
-    """Exponential, as accurate as the op's result can show; ``rough``: denormal results may be zero."""
-    rounded = rough or _shown_in_16_bits(lowering.part.node)
-    return lowering.expr(f"{function('grow' if rough else 'exp', value.dtype, rounded)}({{0}})", value, dtype=value.dtype)
-
-
-def _shown_in_16_bits(node: Node) -> bool:
-    """Has the result 16 bits, or has everything that is made of it, which are copies?"""
-    write = node.writes[0]
-    users = write.value.users
-    copied = bool(users) and not write.value.buffer.live and all(
-        user.name in COPIES and user.writes[0].layout.dtype in HALF for user in users)
-    return write.layout.dtype in HALF or copied
-
-
-def _narrow(source: Operand) -> bool:
-    """True for 16-bit floats and for what they were widened to."""
-    maker = source.value.producer
-    widened = maker is not None and maker.name in COPIES and source.layout.dtype is torch.float32
-    return any(operand.layout.dtype in HALF for operand in (source, *(maker.reads if maker is not None and widened else ())))
-
-
-def lower_softmax(node: Node, scratch: int) -> list[Part]:
-    """_softmax and _log_softmax."""
-    args = arguments(node)
-    source = operand_of(args["self"])
-    lowering, _ = reduction(node, source, args["dim"])
-    value = lowering.load(source)
-    highest = lowering.reduce("max", value)
-    shifted = lowering.expr("{0} - {1}", value, highest, dtype=value.dtype)
-    # A sum of exponentials of numbers with 8 bits, of which the logarithm is taken: the fast function does.
-    grown = exp(lowering, shifted, node.name == "_log_softmax" and _narrow(source))
-    total = lowering.reduce("add", grown)
-    if node.name == "_softmax" and node.writes[0].layout.dtype in HALF:
-        share = lowering.expr("1.0 / {0}", total, dtype=value.dtype)  # once per row; the result's rounding hides the difference
-        result = lowering.expr("{0} * {1}", grown, share, dtype=value.dtype)
-    elif node.name == "_softmax":
-        result = lowering.expr(f"{function('div', value.dtype, False)}({{0}}, {{1}})", grown, total, dtype=value.dtype)
-    else:
-        logarithm = lowering.expr("libdevice.log({0})", total, dtype=value.dtype)
-        result = lowering.expr("{0} - {1}", shifted, logarithm, dtype=value.dtype)
-        _keep(lowering, scratch, (highest, logarithm))
-    lowering.write(0, result)
-    return [lowering.part]
-
-
-def _keep(lowering: Lowering, scratch: int, numbers: tuple[Instr, ...]) -> None:
-    """Leave numbers per row for `codegen.inline`; nothing is stored where nobody reads them."""
-    layout = Layout.contiguous(numbers[0].dtype, (lowering.part.kept,))
-    for index, number in enumerate(numbers):
-        value = scratch_value(scratch + index, layout.nbytes, lowering.part.node)
-        access = MemAccess(value, forms.collapse(layout.size, layout.stride), layout.dtype, 0, KEPT, 0, layout.nbytes)
-        lowering.add(Instr("store", number.dtype, KEPT, (number,), access=access))
-
-
-def lower_softmax_backward(node: Node, scratch: int) -> list[Part]:
-    """_softmax_backward_data and _log_softmax_backward_data."""
-    args = arguments(node)
-    grad_operand, output_operand = operand_of(args["grad_output"]), operand_of(args["output"])
-    lowering, _ = reduction(node, grad_operand, args["dim"])
-    grad, output = lowering.load(grad_operand), lowering.load(output_operand)
-    if node.name == "_softmax_backward_data":
-        total = lowering.reduce("add", lowering.expr("{0} * {1}", grad, output, dtype=grad.dtype))
-        result = lowering.expr("({0} - {2}) * {1}", grad, output, total, dtype=grad.dtype)
-    else:
-        total = lowering.reduce("add", grad)
-        # Probabilities that only denormal numbers can tell from zero are zero, where the result has 16 bits.
-        probability = exp(lowering, output, _shown_in_16_bits(node))
-        result = lowering.expr("{0} - {1} * {2}", grad, probability, total, dtype=grad.dtype)
-    lowering.write(0, result)
-    return [lowering.part]
 
 
 def lower_layer_norm(node: Node, scratch: int) -> list[Part]:

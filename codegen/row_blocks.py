@@ -6,7 +6,7 @@ from codegen.aligned import KNOWN
 from codegen.body import Body
 from codegen.instructions import FULL
 from codegen.online import pairs
-from codegen.row_traits import loads, longest_held, longest_in_strips, makes_gradient, narrow, walks_again
+from codegen.row_traits import loads, longest_held, longest_in_strips, makes_gradient, narrow, sums_only, walks_again
 from codegen.strips import strip_of
 from codegen.tuning import Tuning, power_of_two, snug_block
 from ir_nodes import settings
@@ -33,14 +33,41 @@ def row_block(body: Body, tuning: Tuning, split: bool) -> tuple[int, bool, int]:
     if not split and extent > tuning.short_row and extent * 3 > body.extent * tuning.padded and may_walk_again(body):
         return snug_block(body.extent + 7, min(tuning.looped, 2 * tuning.short_row), 512), True, tuning.lane
     if not split and extent <= longest_held(body, tuning):
-        highest = any(step.stage == "reduce" and step.text != "add" for step in body.steps)
         scanned = any(step.stage == "scan" for step in body.steps)
-        long = extent > tuning.short_row and body.extent % 8 == 0 and narrow(body) and reads < 2 and not highest
-        wide = body.extent % KNOWN == 0 if scanned else long
-        return extent, False, tuning.wide_lane if wide else tuning.lane
+        long = extent > tuning.short_row and body.extent % 8 == 0 and narrow(body) and reads < 2 and not _extremes(body)
+        wide = body.extent % KNOWN == 0 if scanned else long or _light(body, extent)
+        return extent, False, _in_one_warp(body, tuning, extent) // 32 or (tuning.wide_lane if wide else tuning.lane)
     if any(pairs(body)):
         return min(tuning.online, extent), True, tuning.online_lane
     return min(tuning.looped, extent), True, loop_lane(body, tuning)
+
+
+def _in_one_warp(body: Body, tuning: Tuning, block: int) -> int:
+    """Elements of a program of one warp, whose threads need not wait for others, where that takes less time, else 0: short rows
+    that are loaded element by element."""
+    scanned = any(step.stage == "scan" for step in body.steps)
+    if body.extent % KNOWN == 0 or not 64 <= block <= 256 or scanned:
+        return 0
+    if block == 64 or sums_only(body):
+        return tuning.tile
+    if block == 128 or loads(body) > 1:
+        return tuning.tile // 2
+    return 0 if _extremes(body) else tuning.tile
+
+
+def _extremes(body: Body) -> bool:
+    """Is anything but a sum made of rows?"""
+    return any(step.stage == "reduce" and step.text != "add" for step in body.steps)
+
+
+def _light(body: Body, block: int) -> bool:
+    """Is so little moved for each row that programs are through before others have started?"""
+    return narrow(body) and sums_only(body) and block >= 512
+
+
+def tile_of_rows(body: Body, tuning: Tuning, block: int) -> int:
+    """Elements of the rows that a program holds."""
+    return _in_one_warp(body, tuning, block) or (2 * tuning.tile if _light(body, block) else tuning.tile)
 
 
 def neighbours(body: Body, tuning: Tuning) -> int:

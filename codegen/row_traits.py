@@ -27,6 +27,17 @@ def walks_again(body: Body) -> bool:
     return any(step.level == FULL and step.phase and id(step) not in merged for step in body.steps)
 
 
+def sums_only(body: Body) -> bool:
+    """Does it leave nothing for each element?"""
+    return not any(step.stage == "store" and step.level == FULL for step in body.steps)
+
+
+def row_bytes(body: Body) -> int:
+    """What is loaded and stored of one row."""
+    return body.extent * sum(step.access.dtype.itemsize for step in body.steps
+                             if step.stage in ("load", "store") and step.level == FULL and step.access is not None)
+
+
 def makes_gradient(body: Body) -> bool:
     """Does it leave both a number of each row's exponentials, a loss, and results for all elements, its gradient?"""
     late = {step.level for step in body.steps if step.stage == "store" and step.phase}

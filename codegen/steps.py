@@ -50,12 +50,13 @@ class Steps:
         made = self._made[pred]
         if len(made) != 2:
             return made[-1:] or self._before[pred]
-        mine = {value.buffer for unit in group.units for value in (*unit.needs, *unit.makes)}
-        first, last = (mine & buffers(self.steps[end]) for end in (made[0], made[-1]))
+        values = [value for unit in group.units for value in (*unit.needs, *unit.makes)]
+        mine = {self.scratch.of(value) if value in self.scratch else value.buffer for value in values}
+        first, last = (mine & memory(self.steps[end]) for end in (made[0], made[-1]))
         return made[:1] if first and not last else made[-1:]
 
 
-def buffers(step: Step) -> set[Buffer]:
-    """The buffers that a kernel loads from or stores to."""
+def memory(step: Step) -> set[Buffer | Temporary]:
+    """What a kernel loads from or stores to."""
     assert isinstance(step, KernelStep)
-    return {value.buffer for value in (*step.reads, *step.writes) if not isinstance(value, Temporary)}
+    return {value if isinstance(value, Temporary) else value.buffer for value in (*step.reads, *step.writes)}

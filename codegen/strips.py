@@ -10,7 +10,7 @@ from __future__ import annotations
 from codegen.aligned import KNOWN
 from codegen.body import Body
 from codegen.instructions import FULL
-from codegen.row_traits import lanes_needed, narrow
+from codegen.row_traits import lanes_needed, narrow, row_bytes, sums_only
 from codegen.tuning import Tuning, power_of_two, snug_block
 from ir_nodes import settings
 
@@ -20,10 +20,16 @@ SMALLEST, USUAL, LARGEST = 128, 2048, 4096
 FEW, MOST = 8, 16
 """Strips of a row. Each is written out in the kernel's source."""
 
+LEAST = 2800
+"""Bytes that a program has to move, as starting it takes so long (an H200 starts 1,500 in a microsecond). Shorter rows share a
+program, in one block; where results are stored, too, those of half as many, as a block takes more instructions than strips."""
+
 
 def strip_of(body: Body, tuning: Tuning, longest: int) -> int:
     """Elements of each of the strips that hold a row of at most ``longest`` elements, or 0 where one block does better."""
     row, even = lanes_needed(body), body.extent % KNOWN == 0
+    if row_bytes(body) < (LEAST if sums_only(body) else LEAST // 2):
+        return 0
     if body.kept <= tuning.few or even and row <= 4 * SMALLEST or not settings.enabled("row_strips") or not _can_be_cut(body):
         return 0
     whole = power_of_two(row)

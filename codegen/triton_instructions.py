@@ -178,12 +178,20 @@ class InstructionWriter(IndexWriter):
         return ""
 
     def _whole_block(self, step: Step, mask: str) -> str:
-        """Whether a block of a split reduction's short share lies within it, where its load asks that; else nothing. Loads in a
-        branch of their own are not put off until the first of them has been computed with: all of a thread's are under way
-        together, as they are in loops that load ahead."""
+        """Whether a loop's block lies within what is reduced, where its load asks that; else nothing. Loads in a branch of their
+        own are not put off until the first of them has been computed with: all of a thread's are under way together, as they are
+        in loops that load ahead."""
         tile, axis = self.tile, self.tile.reduced_axis
-        short = tile.looped and tile.share and tile.stages == 1 and not (tile.peel or tile.covered or tile.ragged)
-        return f"r + B{axis} <= end" if short and step.level == FULL and mask == f"m{axis}" else ""
+        short = tile.looped and tile.stages == 1 and (tile.share or axis == 0) and not (tile.peel or tile.covered or tile.ragged)
+        if not short or step.level != FULL or self.body.backwards:
+            return ""
+        within = {f"m{axis}": f"r + B{axis} <= {'end' if tile.share else self._extent(int(axis == 1))}"}
+        if axis == 0:
+            within["m1"] = f"{self._starts[1]} + B1 <= {self._extent(1)}"
+        terms = mask.split(" & ")
+        if f"m{axis}" not in terms or any(term not in within for term in terms):
+            return ""
+        return within[terms[0]] if len(terms) == 1 else " and ".join(f"({within[term]})" for term in terms)
 
     def _scan(self, step: Step) -> None:
         """Rows held whole, or in a loop over blocks, whose last element is what the next block starts from."""

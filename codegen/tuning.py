@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from codegen.instructions import Part
+from codegen.instructions import FULL, Part
 
 
 def power_of_two(value: int) -> int:
@@ -24,6 +24,13 @@ def snug_block(extent: int, largest: int, smallest: int) -> int:
     return best
 
 
+def off_boundaries(part: Part) -> bool:
+    """Are columns of 16-bit elements in rows off 16-byte boundaries? They are read element by element, unless programs share
+    them, each of which takes rows that lie alike."""
+    narrow = any(access.dtype.itemsize <= 2 and access.level == FULL for _, access in part.accesses())
+    return narrow and part.kept % 8 != 0
+
+
 @dataclass(frozen=True, slots=True)
 class Tuning:
     """Choices that depend on the machine. Block sizes are elements a program handles at a time.
@@ -34,31 +41,32 @@ class Tuning:
     ``wide_lane``: per thread of rows longer than ``short_row`` whose elements have 16 bits. ``looped``, ``online``: elements
     per step of a loop over rows that sums, and of one that keeps a maximum beside the sum of exponentials; ``loop_lane``,
     ``online_lane``: per thread of them. ``column_width`` and ``column_tile``: results and elements per step where columns are
-    reduced, half as many elements where several operands are read and what is summed is stored, too. ``stages``: how many steps
-    ahead loops load. ``programs``: how many programs keep the machine busy; ``cores``: its multiprocessors. ``persistent``,
-    ``once``: the longest reduction held in registers where a loop would walk it again, and where it would not (a program of 32
-    warps has nothing to do while it loads), unless it lies off 16-byte boundaries and would fill less than three of ``padded``
-    parts of the registers: that wastes more instructions than walking it again. ``resident``: MiB of rows that are worked on at
-    a time where rows are walked more than once, so that the cache holds them, or 0; ``rewalked``: the same where a loss's kernel
-    walks its row again for the gradient, unless the row is short enough for ``once``, ``rewalking``: warps of it that run on a
-    multiprocessor, with 64 registers a thread, ``rewalked_bytes``: what each thread loads of an operand at a time in its loops
-    over rows on 16-byte boundaries, a quarter over others; ``near``: a thread's neighbours have a maximum of their own
-    beside sums of exponentials, in such a kernel, or in all that loop (2), or in none (0). ``split_column`` and ``split_row``:
-    the longest reduction that is left to one program where there are few results;
-    ``split_numel``: below so many elements none is split. ``mixed_row``, ``mixed_rows``: the longest row and the fewest rows
-    that are reduced together with columns, ``mixed_tile``: elements per step of that, ``shared_bytes``: what its loads ahead
-    may take of a multiprocessor's memory; ``walks``: the fewest short rows of which programs walk several so although no
-    columns are reduced, or 0. ``product_rows``, ``product_columns``, ``product_depth``: a matrix product's block, and how many
-    summands its loop takes at a time. ``pointwise_lane``: 4-byte elements per thread of a kernel
-    that reduces nothing, ``thread_bytes``: what these may take in all its operands together. ``philox_blocks``: blocks of 256
-    threads that the machine runs at a time, which decides the random numbers that ATen's kernels draw; 0 where generators are not
-    Philox. ``peeled``, ``covered``: the shortest rows off 16-byte boundaries that `codegen.aligned` treats, ``run_on``: the
-    shortest that are not walked through as if they were one, where nothing is reduced. ``few``: so many programs leave much of
-    the machine idle, and get more threads, with ``few_lane`` elements each, twice as many where they reduce, so that programs for
-    shorter rows may still share their launch. ``held``: the longest row that registers hold in strips, ``held_loss``: the same of
-    16-bit elements where a loss's kernel makes its gradient, whose loop finds longer rows in the cache; twice as long of wider
-    ones. ``cached``: KiB of rows that a multiprocessor's own cache holds, or 0. ``overreads``: ATen's matrix products read what
-    lies behind a row's end and multiply it with zeros, as oneDNN does on CPUs with AMX.
+    reduced, half as many elements where several operands are read and what is summed is stored, too; ``narrow_width``: results
+    where there would be too few programs otherwise, with twice as many elements, ``scanned_width``: of running sums. ``stages``:
+    how many steps ahead loops load. ``programs``: how many programs keep the machine busy; ``cores``: its multiprocessors.
+    ``persistent``, ``once``: the longest reduction held in registers where a loop would walk it again, and where it would not (a
+    program of 32 warps has nothing to do while it loads), unless it lies off 16-byte boundaries and would fill less than three of
+    ``padded`` parts of the registers: that wastes more instructions than walking it again. ``resident``: MiB of rows that are
+    worked on at a time where rows are walked more than once, so that the cache holds them, or 0; ``rewalked``: the same where a
+    loss's kernel walks its row again for the gradient, unless the row is short enough for ``once``, ``rewalking``: warps of it
+    that run on a multiprocessor, with 64 registers a thread, ``rewalked_bytes``: what each thread loads of an operand at a time
+    in its loops over rows on 16-byte boundaries, a quarter over others; ``near``: a thread's neighbours have a maximum of their
+    own beside sums of exponentials, in such a kernel, or in all that loop (2), or in none (0). ``split_column`` and
+    ``split_row``: the longest reduction that is left to one program where there are few results; ``split_numel``: below so many
+    elements none is split. ``mixed_row``, ``mixed_rows``: the longest row and the fewest rows that are reduced together with
+    columns, ``mixed_tile``: elements per step of that, ``shared_bytes``: what its loads ahead may take of a multiprocessor's
+    memory; ``walks``: the fewest short rows of which programs walk several so although no columns are reduced, or 0.
+    ``product_rows``, ``product_columns``, ``product_depth``: a matrix product's block, and how many summands its loop takes at a
+    time. ``pointwise_lane``: 4-byte elements per thread of a kernel that reduces nothing, ``thread_bytes``: what these may take
+    in all its operands together. ``philox_blocks``: blocks of 256 threads that the machine runs at a time, which decides the
+    random numbers that ATen's kernels draw; 0 where generators are not Philox. ``peeled``, ``covered``: the shortest rows off
+    16-byte boundaries that `codegen.aligned` treats, ``run_on``: the shortest that are not walked through as if they were one,
+    where nothing is reduced. ``few``: so many programs leave much of the machine idle, and get more threads, with ``few_lane``
+    elements each, twice as many where they reduce, so that programs for shorter rows may still share their launch. ``held``: the
+    longest row that registers hold in strips, ``held_loss``: the same of 16-bit elements where a loss's kernel makes its
+    gradient, whose loop finds longer rows in the cache; twice as long of wider ones. ``cached``: KiB of rows that a
+    multiprocessor's own cache holds, or 0. ``overreads``: ATen's matrix products read what lies behind a row's end and multiply
+    it with zeros, as oneDNN does on CPUs with AMX.
     """
 
     pointwise_block: int = 1024
@@ -75,7 +83,9 @@ class Tuning:
     near: int = 1
     looped: int = 4096
     online: int = 2048
-    column_width: int = 64
+    column_width: int = 512
+    narrow_width: int = 64
+    scanned_width: int = 128
     column_tile: int = 2048
     lane: int = 16
     drawing_lane: int = 8
@@ -123,12 +133,12 @@ class Tuning:
         if part.apart:
             return True
         if part.column:
-            return extent > self.split_column and -(-part.kept // self.lanes(True)) * 2 < self.programs
+            return extent > self.split_column and (self.has_few(part.kept) or off_boundaries(part))
         return extent > self.split_row and part.kept * 4 < self.programs
 
-    def lanes(self, column: bool) -> int:
-        """Results that one program of a split reduction works on."""
-        return self.column_width if column else 1
+    def has_few(self, columns: int) -> bool:
+        """Do so many, however narrow, leave much of the machine idle?"""
+        return -(-columns // self.narrow_width) * 2 < self.programs
 
 
 HOPPER = Tuning()

@@ -194,7 +194,7 @@ def test_programs_of_one_row_need_no_mask_for_it() -> None:
 
 def test_rows_that_are_walked_again_may_be_kept_in_the_cache() -> None:
     """More threads for each row, so that fewer rows are under way; one pass over them needs no cache."""
-    graphs = [record(program, rows(4, 50257))[0].graph for program in (lambda x: x.softmax(-1), lambda x: x.logsumexp(-1))]
+    graphs = [record(program, rows(40, 50257))[0].graph for program in (lambda x: x.softmax(-1), lambda x: x.logsumexp(-1))]
     usual, kept = ([kernels(plan(graph, tuning=HOPPER.changed(text)))[0].kernel.num_warps for graph in graphs]
                    for text in ("", "resident=32"))
     assert usual == [4, 4] and kept == [32, 4]

@@ -67,7 +67,7 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
 def test_long_rows(name: str, dtype: torch.dtype, tuning: Tuning) -> None:
     near = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
     x, w, b = data(3, 12, 7, 9, dtype=dtype), data(12, dtype=dtype), data(12, dtype=dtype) * 0.5
-    made = check(PROGRAMS[name], x, w, b, tuning=tuning, **near)
+    made = check(PROGRAMS[name], x, w, b, tuning=tuning, combos=True, **near)
     if "norm" in name and tuning is SPLIT:
         assert any(step.kernel.name.startswith("pointwise") for step in kernels(made))
 

@@ -1,0 +1,79 @@
+"""How much of its columns a program that reduces columns works on at a time, with how many threads. Imports codegen's leaf
+modules.
+
+A warp along a row, whose threads load 16 bytes each, keeps a column in one thread: its summands need no exchange, and pieces of a
+row are long enough for the memory. Where columns are so few that such pieces would leave programs idle, they are narrower.
+"""
+
+from __future__ import annotations
+
+import math
+
+from codegen.aligned import in_a_vector
+from codegen.body import Body
+from codegen.instructions import FULL
+from codegen.row_blocks import loop_lane
+from codegen.row_traits import loads, narrow, walks_again
+from codegen.tile import Strides
+from codegen.tuning import Tuning, power_of_two, snug_block
+
+HELD = 64
+"""Elements of its columns that a thread holds at a time, half as many where several operands are read."""
+
+
+def column_width(body: Body, tuning: Tuning, split: bool) -> int:
+    """Columns of one program, as many as leave enough programs. If the reduction is ``split``, they share columns."""
+    least = tuning.narrow_width
+    again = not split and walks_again(body) and body.extent <= _walked_again(body)
+    narrowed = again or split and body.kept % 8 == 0
+    widest = least if narrowed else tuning.scanned_width if _scans(body) else tuning.column_width
+    width = snug_block(body.kept, widest, min(least, widest))
+    sharing = max(body.extent // tuning.split_rows, 1)
+    while split and width > least and -(-body.kept // width) * sharing < tuning.programs:
+        width //= 2
+    enough = tuning.programs if body.kept % 8 == 0 else 2 * tuning.cores
+    while not split and width > 16 and -(-body.kept // width) < (enough if width > least else tuning.cores):
+        width //= 2
+    return width
+
+
+def column_blocks(body: Body, tuning: Tuning, split: bool) -> tuple[int, int, bool, int]:
+    """(rows per step, columns, looped?, elements per thread)."""
+    width, vector = column_width(body, tuning, split), _vector(body)
+    several = loads(body) > 1
+    crowded = several and any(step.stage == "store" and step.level == FULL for step in body.steps)
+    apart = split and body.kept % vector != 0 and body.kept < tuning.covered  # element by element
+    tile = tuning.column_tile // (2 if crowded else 1) * (2 if _scans(body) or apart else 1)
+    rows, extent = max(tile // width, 1), power_of_two(body.extent)
+    along = width >= 32 * vector and not _scans(body)  # a warp lies along a row
+    held = HELD // vector // (2 if several or body.crowded else 1) if along else 4 * tuning.column_tile // width
+    if split or extent > held:
+        return min(extent, rows), width, True, loop_lane(body, tuning)
+    return extent, width, False, extent * vector if along else tuning.lane
+
+
+def _walked_again(body: Body) -> int:
+    """The longest columns that more threads hold, which exchange sums, because a loop would walk them a second time."""
+    return 128 if loads(body) > 1 else 0 if narrow(body) else 32
+
+
+def _scans(body: Body) -> bool:
+    """Scans' threads wait for one another at every step, which is better taken by more of them."""
+    return any(step.stage == "scan" for step in body.steps)
+
+
+def _vector(body: Body) -> int:
+    return in_a_vector([step for step in body.steps if step.level == FULL and step.access is not None])
+
+
+def along_kept(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple[bool, ...]) -> bool:
+    """True where neighbouring results, not neighbouring summands, lie next to one another in memory."""
+    votes = 0
+    for step in body.steps:
+        if step.access is None or step.level != FULL:
+            continue
+        moving = [(stride, dim) for dim, stride in enumerate(strides[id(step)]) if stride > 0]
+        if moving:
+            weight = math.prod(dims[dim] for _, dim in moving)
+            votes += -weight if flags[min(moving)[1]] else weight
+    return votes > 0
