@@ -80,8 +80,9 @@ def test_other_floats(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_softmax(dtype: torch.dtype) -> None:
     x, target = inputs(32_000 if dtype is torch.bfloat16 else 50_264, dtype)
-    check(softmax, x, target, tuning=FEW, count=1)
-    assert len(cached(x, target, softmax)) == 1
+    with settings.override(disable="long_norms"):  # programs would share so few rows
+        check(softmax, x, target, tuning=FEW, count=1)
+        assert len(cached(x, target, softmax)) == 1
 
 
 def test_infinite_and_nan_logits() -> None:
