@@ -24,7 +24,7 @@ HELD = 64
 def column_width(body: Body, tuning: Tuning, split: bool) -> int:
     """Columns of one program, as many as leave enough programs. If the reduction is ``split``, they share columns."""
     least = tuning.narrow_width
-    again = not split and walks_again(body) and body.extent <= _walked_again(body)
+    again = not split and walks_again(body) and _held(body) < body.extent <= _walked_again(body)
     narrowed = again or split and body.kept % 8 == 0
     widest = least if narrowed else tuning.scanned_width if _scans(body) else tuning.column_width
     width = snug_block(body.kept, widest, min(least, widest))
@@ -46,10 +46,14 @@ def column_blocks(body: Body, tuning: Tuning, split: bool) -> tuple[int, int, bo
     tile = tuning.column_tile // (2 if crowded else 1) * (2 if _scans(body) or apart else 1)
     rows, extent = max(tile // width, 1), power_of_two(body.extent)
     along = width >= 32 * vector and not _scans(body)  # a warp lies along a row
-    held = HELD // vector // (2 if several or body.crowded else 1) if along else 4 * tuning.column_tile // width
-    if split or extent > held:
+    if split or extent > (_held(body) if along else 4 * tuning.column_tile // width):
         return min(extent, rows), width, True, loop_lane(body, tuning)
     return extent, width, False, extent * vector if along else tuning.lane
+
+
+def _held(body: Body) -> int:
+    """Elements of a column that one thread holds."""
+    return HELD // _vector(body) // (2 if loads(body) > 1 or body.crowded else 1)
 
 
 def _walked_again(body: Body) -> int:

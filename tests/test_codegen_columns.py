@@ -98,6 +98,8 @@ def test_16_bit_columns_off_boundaries_are_shared_by_programs_whose_rows_lie_ali
 
 
 def test_columns_that_are_walked_twice_are_held_where_they_fit() -> None:
+    (short,) = launches(lambda x: x.softmax(-1), 1 << 20, 1)
+    assert blocks(short) == (1, 512)
     (step,) = launches(lambda x: x.softmax(1), 512, 21, 4096)
     assert "for r in" not in step.kernel.source
     (long,) = launches(lambda x: x.softmax(0), 64, 1 << 20, dtype=torch.bfloat16)
