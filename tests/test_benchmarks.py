@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import all as all_parts
-from benchmarks import common, floors, inference, kernels, plot, train
+from benchmarks import common, floors, inference, kernels, plot, shapes, train
 from benchmarks.kernel_cases import CASES, bytes_moved
 
 
@@ -145,3 +145,15 @@ def test_saved_charts_can_be_drawn_again(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr("sys.argv", ["plot", str(file)])
     plot.main()
     assert {one.name for one in tmp_path.glob("*.png")} == {"train.png", "train-curves.png"}
+
+
+def test_shapes_are_drawn_compared_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shapes.cases(1, 5, True) == shapes.cases(1, 5, True) != shapes.cases(2, 5, True)
+    assert shapes.main(["--tiny", "--count", "6", "--workers", "1", "--seconds", "60", "--output", str(tmp_path)]) == 0
+    rows = saved(tmp_path, "shapes")["cases"]
+    assert len(rows) == 6 and all(row["ours"] > 0 and not shapes.wrong(row) for row in rows)
+    assert "6 cases" in capsys.readouterr().out
+    row = {"op": "sum", "shape": (2,), "dtype": "float32", "eager": 1.0, "ours": 3.0, "apart": 1.0, "ours from float64": 1.0,
+           "eager from float64": 0.0}
+    shapes.report([row])
+    assert "WRONG" in capsys.readouterr().out
