@@ -84,7 +84,7 @@ class SourceWriter(CachedWriter):
         reduces = [step for step in self.body.steps if step.stage == "reduce"]
         last = max([step.phase - 1 for step in reduces] + list(placed.values()), default=-1)
         if self.tile.share and self.tile.peel:
-            self._line("last = begin + (end - begin - 1) // B1 * B1")
+            self._line("last = begin + tl.maximum(end - begin - 1, 0) // B1 * B1")  # some programs may have no summands
         elif self.tile.peel:
             self._line(f"last = ({self._extent(1)}{self._shifted(' + ')} - 1) // B1 * B1")
         for number in range(last + 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Callable
 
 import pytest
@@ -66,6 +67,19 @@ def test_sums_wait_for_the_maxima_whose_last_launch_reads_nothing_else() -> None
     made = plan(recording.graph, tuning=SPLIT)
     assert made.needs == ((), (0,), (1,), (2,), (1, 3))
     check(lambda x: x.softmax(-1), data(1, 9000), tuning=SPLIT, combos=True)
+
+
+@pytest.mark.parametrize("length", [17, 19, 33, 40])
+def test_programs_beyond_the_last_summand_add_nothing(length: int) -> None:
+    """Operands of which one lies in columns and one in rows: so many programs share them as columns would have, of which some
+    have nothing to do."""
+    def program(x: Tensor, y: Tensor) -> Tensor:
+        return (x * y).sum(1)
+
+    columns = replace(SPLIT, split_column=8)
+    across = data(length, 17).t()
+    for operands in ((across, data(17, length)), (data(17, length), across)):
+        check(program, *operands, tuning=columns, rtol=1e-5, atol=1e-5)
 
 
 @TUNINGS
