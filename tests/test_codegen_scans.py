@@ -144,3 +144,16 @@ def test_the_text_does_not_depend_on_sizes() -> None:
     one, two = (check(lambda x: x.cumsum(1), data(*size), tuning=LOOPED, **NEAR) for size in ((9, 64), (5, 128)))
     assert kernels(one)[0].kernel.source == kernels(two)[0].kernel.source
     assert "tl.associative_scan" in kernels(one)[0].kernel.source
+
+
+@pytest.mark.parametrize("tuning", [HOPPER, LOOPED], ids=["held", "looped"])
+def test_summands_keep_their_order_beside_operands_that_cut_them(tuning: Tuning, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An elementwise part of as many elements in another order shares the kernel. It cuts the dimension that is summed along in
+    two, of which the outer one has the smaller stride."""
+    monkeypatch.setattr("codegen.moments.LONG_ROW", 64)  # the softmax is in parts
+
+    def program(x: torch.Tensor) -> list[torch.Tensor]:
+        y = x.t().contiguous().t() * 1.5
+        return [y, y.softmax(0), torch.sigmoid(y.cumsum(0) * 0.1)]
+
+    check(program, torch.randn(130, 5, generator=torch.Generator().manual_seed(0)), tuning=tuning, rtol=1e-5, atol=1e-5)
