@@ -48,7 +48,7 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
 
 @DTYPES
 @pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("size", [(3, 256), (8, 320), (40, 130), (40, 131), (150, 96), (150, 99), (300, 17), (37, 1)], ids=str)
+@pytest.mark.parametrize("size", [(8, 320), (40, 131), (150, 96), (300, 17), (37, 1)], ids=str)
 def test_columns(size: tuple[int, int], name: str, dtype: torch.dtype) -> None:
     x = data(*size, dtype=dtype)
     x[1] = 2 * x[0].abs() if size[0] > 1 else x[1]

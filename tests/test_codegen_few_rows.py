@@ -51,7 +51,7 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
 @TUNINGS
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("size", [(3, 500), (2, 129), (90, 5)], ids=str)
+@pytest.mark.parametrize("size", [(3, 500), (90, 5)], ids=str)
 def test_softmax(size: tuple[int, int], name: str, tuning: Tuning, dtype: torch.dtype) -> None:
     x = data(*size, dtype=dtype)
     near = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
@@ -128,14 +128,15 @@ KINDS = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int6
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
 @pytest.mark.parametrize("name", PLACES)
-@pytest.mark.parametrize("size", [(3, 300), (150, 5), (17, 17)], ids=str)
+@pytest.mark.parametrize("size", [(3, 300), (150, 5)], ids=str)
 def test_places(size: tuple[int, int], name: str, dtype: torch.dtype, tuning: Tuning) -> None:
     """The first of equals: there are many."""
     x = (data(*size) * 3).round().to(dtype) if dtype is not torch.uint8 else (data(*size) * 3).abs().round().to(dtype)
     check(PLACES[name], x, tuning=tuning)
     check(PLACES[name], x.t(), tuning=tuning)
-    with settings.override(disable=frozenset({"keyed_places"})):
-        check(PLACES[name], x, tuning=tuning)
+    if dtype is torch.float32:
+        with settings.override(disable=frozenset({"keyed_places"})):
+            check(PLACES[name], x, tuning=tuning)
 
 
 @TUNINGS
