@@ -43,10 +43,7 @@ def lower_group_norm(node: Node, scratch: int) -> list[Part]:
 
 def _write_scaled(lowering: Lowering, args: dict[str, Any], centred: Instr, scale: Instr) -> None:
     """The norm's first result, of the input less its groups' means and the reciprocal deviations."""
-    result = lowering.expr("{0} * {1}", centred, scale, dtype=centred.dtype)
-    for name, text in (("weight", "{0} * {1}"), ("bias", "{0} + {1}")):
-        if args.get(name) is not None:
-            result = lowering.expr(text, result, _per_channel(lowering, args[name], centred.dtype), dtype=centred.dtype)
+    result = moments.scaled(lowering, args, centred, scale, lambda arg: _per_channel(lowering, arg, centred.dtype))
     _write(lowering, 0, result, args["group"])
 
 

@@ -12,7 +12,7 @@ element's channel.
 from __future__ import annotations
 
 import math
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 from codegen.instructions import KEPT, Instr, Part, scratch_value
 from codegen.lowering import Lowering
@@ -46,6 +46,15 @@ def moments(lowering: Lowering, source: Operand, dims: Sequence[int]) -> tuple[I
     mean = lowering.expr("{0} + {1}", shift, offset, dtype=value.dtype)
     spread = lowering.expr("{0} - {1} * {2}", squares, total, offset, dtype=value.dtype)
     return mean, lowering.expr("tl.where({0} < 0, 0.0, {0})", spread, dtype=value.dtype)
+
+
+def scaled(lowering: Lowering, args: dict[str, Any], centred: Instr, scale: Instr, read: Callable[[Any], Instr]) -> Instr:
+    """A norm's result, of the input less its rows' means and the reciprocal deviations; ``read`` loads weight and bias."""
+    result = lowering.expr("{0} * {1}", centred, scale, dtype=centred.dtype)
+    for name, text in (("weight", "{0} * {1}"), ("bias", "{0} + {1}")):
+        if args.get(name) is not None:
+            result = lowering.expr(text, result, read(args[name]), dtype=centred.dtype)
+    return result
 
 
 def _sample(source: Operand, dims: Sequence[int], quarter: int) -> Operand:

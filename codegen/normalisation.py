@@ -35,11 +35,7 @@ def lower_layer_norm(node: Node, scratch: int) -> list[Part]:
 
 def _write_scaled(lowering: Lowering, args: dict[str, Any], centred: Instr, scale: Instr) -> None:
     """The norm's first result, of the input less its rows' means and the reciprocal deviations."""
-    result = lowering.expr("{0} * {1}", centred, scale, dtype=centred.dtype)
-    if args.get("weight") is not None:
-        result = lowering.expr("{0} * {1}", result, lowering.read(args["weight"], centred.dtype), dtype=centred.dtype)
-    if args.get("bias") is not None:
-        result = lowering.expr("{0} + {1}", result, lowering.read(args["bias"], centred.dtype), dtype=centred.dtype)
+    result = moments.scaled(lowering, args, centred, scale, lambda arg: lowering.read(arg, centred.dtype))
     lowering.write(0, result)
 
 

@@ -42,8 +42,8 @@ class Tuning:
     per step of a loop over rows that sums, and of one that keeps a maximum beside the sum of exponentials; ``loop_lane``,
     ``online_lane``: per thread of them. ``column_width`` and ``column_tile``: results and elements per step where columns are
     reduced, half as many elements where several operands are read and what is summed is stored, too; ``narrow_width``: results
-    where there would be too few programs otherwise, with twice as many elements, ``scanned_width``: of running sums. ``stages``:
-    how many steps ahead loops load. ``programs``: how many programs keep the machine busy; ``cores``: its multiprocessors.
+    where there would be too few programs otherwise, ``scanned_width``: of running sums. ``stages``: how many steps ahead loops
+    load. ``programs``: how many programs keep the machine busy; ``cores``: its multiprocessors.
     ``persistent``, ``once``: the longest reduction held in registers where a loop would walk it again, and where it would not (a
     program of 32 warps has nothing to do while it loads), unless it lies off 16-byte boundaries and would fill less than three of
     ``padded`` parts of the registers: that wastes more instructions than walking it again. ``resident``: MiB of rows that are
