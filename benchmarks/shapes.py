@@ -11,6 +11,7 @@ compile in ``--workers`` processes first. Results are compared with eager mode's
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import random
 import statistics
@@ -82,6 +83,7 @@ def gradient(op: Op) -> Op:
     return run
 
 
+@functools.cache
 def ops(rank: int) -> dict[str, Op]:
     """What is done to tensors of so many dimensions."""
     found = ANY | (OF_MATRICES if rank == 2 else {}) | (OF_IMAGES if rank == 4 else {})
@@ -166,6 +168,9 @@ def in_workers(arguments: Sequence[str], workers: int, timeout: float) -> None:
 
 
 def report(rows: Sequence[dict[str, Any]]) -> None:
+    if not rows:
+        print("No case was measured: --seconds is too short for the first, or eager mode is too slow at those chosen.")
+        return
     ratios = sorted(row["ours"] / row["eager"] for row in rows)
     shown = [row for row in rows if row["ours"] > SLOWER * row["eager"] or wrong(row)]
     shown.sort(key=lambda row: row["eager"] / row["ours"])

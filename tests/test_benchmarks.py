@@ -157,3 +157,5 @@ def test_shapes_are_drawn_compared_and_reported(tmp_path: Path, capsys: pytest.C
            "eager from float64": 0.0}
     shapes.report([row])
     assert "WRONG" in capsys.readouterr().out
+    shapes.report([])
+    assert "No case was measured" in capsys.readouterr().out
