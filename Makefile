@@ -3,6 +3,7 @@
 #
 #   make demo DEMO_ARGS="--device cpu"   the same training without lazysched; DEMO_ARGS go to examples/train_gpt.py
 #   make test TEST_ARGS="-k settings"    TEST_ARGS go to pytest
+#   make test JOBS=1                     one test after the other; otherwise pytest-xdist runs a process for each core, at most 8
 #   make conformance CONFORMANCE_ARGS="--processes 8"
 #   make fuzz FUZZ_ARGS="--calls 20000"  random programs of PyTorch's op samples against the physical device
 #   make torchcts TORCHCTS_ARGS="--write"  TorchCTS, another project's suite; --write renews docs/torchcts.md
@@ -17,6 +18,7 @@ TORCH ?= $(if $(GPU),torch>=2.11,torch==2.13.0)
 TORCH_INDEX ?= $(if $(GPU),,$(call reachable,https://download.pytorch.org/whl/cpu))
 DEMO_ARGS ?=
 TEST_ARGS ?=
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 CONFORMANCE_ARGS ?=
 FUZZ_ARGS ?=
 TORCHCTS_ARGS ?=
@@ -25,6 +27,8 @@ TORCHCTS_ARGS ?=
 GPU = $(shell command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep GPU)
 # The index of CPU builds saves gigabytes, but pip waits a minute for one that it can't reach, so ask first.
 reachable = $(shell $(PYTHON) -c "import urllib.request as r; r.urlopen('$(1)/torch/', timeout=4)" 2>/dev/null && echo $(1))
+# A file's tests stay in one process, so that its fixtures are made once.
+parallel = $(if $(filter-out 1,$(JOBS)),--numprocesses $(JOBS) --maxprocesses 8 --dist loadfile)
 
 ifeq ($(VENV),none)
 RUN = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
@@ -40,7 +44,7 @@ demo: $(STAMP)
 	$(RUN) examples/train_gpt.py $(DEMO_ARGS)
 
 test: $(STAMP)
-	$(RUN) -m pytest $(TEST_ARGS)
+	$(RUN) -m pytest $(parallel) $(TEST_ARGS)
 
 conformance: $(STAMP)
 	$(RUN) -m tests.conformance $(CONFORMANCE_ARGS)
