@@ -145,8 +145,10 @@ def measured(case: Case) -> dict[str, Any] | None:
 
 
 def distance(one: Tensor, other: Tensor) -> float:
-    """Relative to the other's norm."""
-    return float((one.double() - other.double()).norm() / (other.double().norm() + 1e-30))
+    """Relative to the other's norm. Where both are the same infinity or no number, they agree."""
+    alike = (one == other) | (one.isnan() & other.isnan())
+    apart = (one.double() - other.double()).masked_fill(alike, 0.0)
+    return float(apart.norm() / (other.double().nan_to_num(0.0, 0.0, 0.0).norm() + 1e-30))
 
 
 def wrong(row: dict[str, Any]) -> bool:

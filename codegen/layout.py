@@ -18,7 +18,7 @@ from codegen.instructions import FULL
 from codegen.pointwise_layout import pointwise_tile
 from codegen.product import Product
 from codegen.row_blocks import neighbours, row_block, tile_of_rows, warps_resident
-from codegen.row_traits import lanes_needed, loads, makes_gradient, narrow
+from codegen.row_traits import lanes_needed, loads, makes_gradient, narrow, slow
 from codegen.strips import strip_of, strip_warps, strips_of, walking_warps
 from codegen.tile import Axis, Strides, Tile, addressed, warps_for
 from codegen.tuning import Tuning, power_of_two
@@ -148,7 +148,8 @@ def _lane_held(body: Body, tuning: Tuning, lane: int, programs: int) -> int:
     """Elements per thread of rows that registers hold, in so many programs: fewer where these leave much of the machine idle."""
     if any(step.stage == "random" for step in body.steps):
         lane = min(lane, tuning.drawing_lane * (1 if narrow(body) else 2))
-    return min(lane, tuning.pointwise_lane if body.crowded else lane, 2 * tuning.few_lane if programs <= tuning.few else lane)
+    few = tuning.few_lane * (1 if slow(body) else 2)
+    return min(lane, tuning.pointwise_lane if body.crowded else lane, few if programs <= tuning.few else lane)
 
 
 def _ahead(body: Body, tuning: Tuning, elements: int, column: bool = False) -> int:
@@ -163,7 +164,8 @@ def mixed_blocks(body: Body, tuning: Tuning) -> tuple[int, int, int, int, int]:
     """(rows per step, a row's block, warps, rows per program, programs) where columns are reduced beside rows."""
     strip = strip_of(body, tuning, tuning.mixed_row)
     along = strip or power_of_two(lanes_needed(body))
-    down = 1 if strip else min(max(tuning.mixed_tile // along, 1), power_of_two(body.kept))
+    tile = tuning.mixed_tile * (2 if along == tuning.mixed_tile else 1)  # measured: two rows of it are faster than one
+    down = 1 if strip else min(max(tile // along, 1), power_of_two(body.kept))
     held = loads(body) + sum(step.across and step.stage == "reduce" for step in body.steps)
     whole = warps_for(down * along, tuning.wide_lane if held <= 4 else tuning.lane)
     warps = walking_warps(body, strip) if strip else whole

@@ -107,6 +107,7 @@ INDEXED: dict[str, Callable[[Node], list[Part]]] = {
 PLACED: dict[str, Callable[[Node], list[Part]]] = {
     **dict.fromkeys(("tril", "tril_", "triu", "triu_"), positions.lower_triangle),
     "arange": positions.lower_arange,
+    "roll": positions.lower_roll,
 }
 """Ops whose elements depend on where they stand."""
 

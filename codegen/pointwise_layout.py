@@ -6,11 +6,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from codegen.aligned import in_a_vector, peel
+from codegen.aligned import KNOWN, in_a_vector, peel
 from codegen.body import Body
 from codegen.draws import WORDS, Stream
 from codegen.instructions import FULL
-from codegen.row_traits import narrow
+from codegen.row_traits import narrow, slow
 from codegen.tile import Axis, Strides, Tile, warps_for
 from codegen.tuning import Tuning, power_of_two, snug_block
 from ir_nodes import settings
@@ -46,7 +46,7 @@ def pointwise_tile(body: Body, dims: tuple[int, ...], strides: Strides, tuning: 
     usual = tuning.pointwise_block * (2 if lane > tuning.pointwise_lane and tuning.pointwise_block <= 4096 else 1)
     block = usual
     if body.numel <= usual * 64:  # few programs: smaller ones, with more threads
-        block, lane = usual // 4, min(lane, tuning.few_lane)
+        block, lane = usual // 4, min(lane, max(tuning.few_lane // (4 if slow(body) else 1 if narrow(body) else 2), 1))
     if tuning.pointwise_block > 4096:
         block = min(usual, power_of_two(body.numel))
     exchanged = _exchanged(body, dims, strides) if len(dims) > 1 and dims[last] >= 16 else None
@@ -58,7 +58,7 @@ def pointwise_tile(body: Body, dims: tuple[int, ...], strides: Strides, tuning: 
             axis = replace(axis, block=math.gcd(apart, WORD_BLOCK))
             return Tile(dims, strides, (None, axis, None), None, False, 0, warps_for(axis.block, 4), strips=WORDS, words=apart)
         flat = Tile(dims, strides, (None, axis, None), None, False, 0, warps_for(block, lane))
-        return peel(flat, body) if len(dims) == 1 and block == usual and body.numel % 16 else flat
+        return peel(flat, body) if block == usual and body.numel % KNOWN else flat
     if exchanged is not None:
         return _squares(body, dims, strides, exchanged, tuning)
     along = math.prod(dims[-run:])
@@ -68,11 +68,13 @@ def pointwise_tile(body: Body, dims: tuple[int, ...], strides: Strides, tuning: 
     inmost = tuple(range(len(dims) - run, len(dims)))
     axes = (Axis(tuple(range(len(dims) - run)), outer_extent, outer), Axis(inmost, along, inner), None)
     tile = Tile(dims, strides, axes, None, False, 0, warps_for(inner * outer, lane))
-    if outer > 1 and inner >= tuning.peeled:  # rows off boundaries one by one, so that most blocks lie within one
-        alone = replace(tile, axes=(replace(axes[0], block=1), axes[1], None), num_warps=warps_for(inner, lane))
-        found = peel(alone, body)
-        return found if found.peel else tile
-    return peel(tile, body) if outer == 1 and inner >= tuning.peeled else tile
+    if inner < tuning.peeled * (1 if outer == 1 else 2 if along > inner else 4):
+        return tile
+    if outer == 1:
+        return peel(tile, body)
+    # Rows off boundaries one by one, so that most blocks lie within one, unless these are all at a row's end.
+    found = peel(replace(tile, axes=(replace(axes[0], block=1), axes[1], None), num_warps=warps_for(inner, lane)), body)
+    return found if found.peel else tile
 
 
 def _words_apart(body: Body, dims: tuple[int, ...], strides: Strides) -> int:

@@ -1,11 +1,13 @@
-"""Lowers ops whose elements depend on where they stand: triangles and ranges. Imports torch and codegen's lowering modules."""
+"""Lowers ops whose elements depend on where they stand: triangles, ranges, rolls. Imports torch and codegen modules."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
 from codegen.expressions import Unsupported
-from codegen.instructions import Part
+from codegen.instructions import Instr, Part
 from codegen.lowering import Lowering, arguments
 from codegen.reductions import operand_of
 from ir_nodes.node import Node
@@ -38,3 +40,29 @@ def lower_arange(node: Node) -> list[Part]:
     place = lowering.expr("{0}.to(tl.int64)", lowering.coord(0), dtype=torch.int64)
     lowering.write(0, lowering.expr("{0} + {1} * {2}", start, place, step, dtype=torch.int64))
     return [lowering.part]
+
+
+def lower_roll(node: Node) -> list[Part]:
+    """roll along dimensions."""
+    args = arguments(node)
+    source = operand_of(args["self"])
+    size, stride = source.layout.size, source.layout.stride
+    dims = args["dims"] or (0,)
+    if not args["dims"] and len(size) != 1:
+        raise Unsupported("all dimensions are rolled as if they were one")
+    by = dict.fromkeys((dim % len(size) for dim in dims), 0)
+    for dim, shift in zip(dims, args["shifts"]):
+        by[dim % len(size)] += shift
+    by = {dim: shift % size[dim] for dim, shift in by.items() if shift % max(size[dim], 1)}
+    lowering = Lowering(node, size)
+    places = [_places_before(lowering, dim, shift) for dim, shift in by.items()]
+    rest = replace(source.layout, stride=tuple(0 if dim in by else one for dim, one in enumerate(stride)))
+    indices = [(place, stride[dim], size[dim]) for place, dim in zip(places, by)]
+    lowering.write(0, lowering.take(source, rest, indices) if by else lowering.load(source))
+    return [lowering.part]
+
+
+def _places_before(lowering: Lowering, dim: int, shift: int) -> Instr:
+    """The element ``shift`` places before each along ``dim``, where the last one stands before the first."""
+    first, rest = (lowering.size(number, torch.int32) for number in (shift, lowering.shape[dim] - shift))
+    return lowering.expr("tl.where({0} < {1}, {0} + {2}, {0} - {1})", lowering.coord(dim), first, rest, dtype=torch.int32)

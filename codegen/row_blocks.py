@@ -27,7 +27,7 @@ def may_walk_again(body: Body) -> bool:
 def row_block(body: Body, tuning: Tuning, split: bool) -> tuple[int, bool, int]:
     """(elements per step or strip, looped?, elements per thread) where rows are reduced."""
     strip = 0 if split else strip_of(body, tuning, longest_in_strips(body, tuning))
-    if strip:
+    if 0 < strip < body.extent:
         return strip, False, tuning.wide_lane
     reads, extent = loads(body), power_of_two(body.extent + (7 if body.extent % 8 and body.extent > tuning.covered else 0))
     if not split and extent > tuning.short_row and extent * 3 > body.extent * tuning.padded and may_walk_again(body):
@@ -35,7 +35,7 @@ def row_block(body: Body, tuning: Tuning, split: bool) -> tuple[int, bool, int]:
     if not split and extent <= longest_held(body, tuning):
         scanned = any(step.stage == "scan" for step in body.steps)
         long = extent > tuning.short_row and body.extent % 8 == 0 and narrow(body) and reads < 2 and not _extremes(body)
-        wide = body.extent % KNOWN == 0 if scanned else long or _light(body, extent)
+        wide = body.extent % KNOWN == 0 if scanned else long or _light(body, extent) or _waits(body, extent)
         return extent, False, _in_one_warp(body, tuning, extent) // 32 or (tuning.wide_lane if wide else tuning.lane)
     if any(pairs(body)):
         return min(tuning.online, extent), True, tuning.online_lane
@@ -48,6 +48,8 @@ def _in_one_warp(body: Body, tuning: Tuning, block: int) -> int:
     if any(step.stage == "scan" for step in body.steps) or block > 512:
         return 0
     summed = sums_only(body)
+    if not summed and block > 64 and _once(body):
+        return 0
     if block <= 32:
         return 0 if summed else tuning.tile // 2
     if body.extent % KNOWN == 0 or summed and block == 512:
@@ -57,6 +59,20 @@ def _in_one_warp(body: Body, tuning: Tuning, block: int) -> int:
     if block == 128 or block > 128 and loads(body) > 1:
         return tuning.tile // 2
     return tuning.tile if block == 64 or not _extremes(body) else 0
+
+
+def _reductions(body: Body) -> int:
+    return sum(step.stage == "reduce" for step in body.steps)
+
+
+def _once(body: Body) -> bool:
+    """Do a program's threads wait for each other once, for the one thing that is made of a row of one operand?"""
+    return loads(body) < 2 and _reductions(body) == 1
+
+
+def _waits(body: Body, block: int) -> bool:
+    """Do they wait so often, for rows off 16-byte boundaries, that fewer of them take less time?"""
+    return block >= 2048 and body.extent % 8 != 0 and _reductions(body) > 1
 
 
 def _extremes(body: Body) -> bool:

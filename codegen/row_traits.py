@@ -32,6 +32,12 @@ def sums_only(body: Body) -> bool:
     return not any(step.stage == "store" and step.level == FULL for step in body.steps)
 
 
+def slow(body: Body) -> bool:
+    """Are quotients or functions of each element rounded as float32 ones, which takes tens of instructions?"""
+    exact = any(step.level == FULL and ("div_rn" in step.text or "libdevice" in step.text) for step in body.steps)
+    return exact and not narrow(body)
+
+
 def row_bytes(body: Body) -> int:
     """What is loaded and stored of one row."""
     return body.extent * sum(step.access.dtype.itemsize for step in body.steps

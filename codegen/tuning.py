@@ -62,11 +62,11 @@ class Tuning:
     random numbers that ATen's kernels draw; 0 where generators are not Philox. ``peeled``, ``covered``: the shortest rows off
     16-byte boundaries that `codegen.aligned` treats, ``run_on``: the shortest that are not walked through as if they were one,
     where nothing is reduced. ``few``: so many programs leave much of the machine idle, and get more threads, with ``few_lane``
-    elements each, twice as many where they reduce, so that programs for shorter rows may still share their launch. ``held``: the
-    longest row that registers hold in strips, ``held_loss``: the same of 16-bit elements where a loss's kernel makes its
-    gradient, whose loop finds longer rows in the cache; twice as long of wider ones. ``cached``: KiB of rows that a
-    multiprocessor's own cache holds, or 0. ``overreads``: ATen's matrix products read what lies behind a row's end and multiply
-    it with zeros, as oneDNN does on CPUs with AMX.
+    elements each, twice as many where they reduce, so that programs for shorter rows may still share their launch; fewer of 4
+    bytes, and where each takes many instructions. ``held``: the longest row that registers hold in strips, ``held_loss``: the
+    same of 16-bit elements where a loss's kernel makes its gradient, whose loop finds longer rows in the cache; twice as long
+    of wider ones. ``cached``: KiB of rows that a multiprocessor's own cache holds, or 0. ``overreads``: ATen's matrix products
+    read what lies behind a row's end and multiply it with zeros, as oneDNN does on CPUs with AMX.
     """
 
     pointwise_block: int = 1024

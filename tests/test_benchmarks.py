@@ -157,5 +157,8 @@ def test_shapes_are_drawn_compared_and_reported(tmp_path: Path, capsys: pytest.C
            "eager from float64": 0.0}
     shapes.report([row])
     assert "WRONG" in capsys.readouterr().out
+    none, one = torch.tensor([float("nan"), float("inf"), 1.0]), torch.ones(3)
+    assert shapes.distance(none, none) == shapes.distance(one, one) == 0.0
+    assert not shapes.distance(none, one) <= 1.0 and not shapes.distance(one, none) <= 1.0
     shapes.report([])
     assert "No case was measured" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Callable
 
 import pytest
@@ -54,6 +55,33 @@ def test_as_few_dimensions_as_start_on_boundaries(dtype: torch.dtype) -> None:
     assert not is_flat(step) and step.kernel.source.count(" % d") == 1
 
 
+SMALL = replace(HOPPER, pointwise_block=32)
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [(1667, 3), (111, 77), (27, 5, 33), (35, 41, 3, 1)], ids=str)
+def test_all_blocks_but_the_last_run_without_masks(size: tuple[int, ...], dtype: torch.dtype) -> None:
+    """What the compiler doesn't know to be whole vectors, it would load element by element."""
+    near = {"rtol": 1e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {}
+    x, row, channel = data(*size, dtype=dtype), data(size[-1], dtype=dtype), data(size[1], *[1] * (len(size) - 2), dtype=dtype)
+    for program in (lambda x, row, channel: F.gelu(x + row), lambda x, row, channel: x * channel + x):
+        (step,) = kernels(check(program, x, row, channel, count=1, tuning=SMALL, **near))
+        assert is_flat(step) and "if begin + B1 <= n1:" in step.kernel.source
+    few = only(lambda x, row: x + row, x, row)
+    assert "begin" not in few.kernel.source, "a second text for one block"
+
+
+def test_rows_of_one_block_are_not_peeled() -> None:
+    def peeled(columns: int, dtype: torch.dtype) -> bool:
+        x = torch.zeros(1 << 22, dtype=dtype)[: (1 << 22) // columns * columns].view(-1, columns)
+        return "shift" in only(lambda x: x.flip(-1), x).kernel.source
+
+    assert not any(peeled(columns, dtype) for columns in (255, 257, 333, 511, 2050) for dtype in (torch.float32, torch.bfloat16))
+    assert all(peeled(columns, dtype) for columns in (1001, 1499, 3001) for dtype in (torch.float32, torch.bfloat16))
+    for columns in (13, 65, 120, 999):
+        check(lambda x: (x.flip(-1), x[1:] + x.flip(-1)[:-1]), data(7, columns), tuning=replace(SMALL, peeled=16))
+
+
 def test_rows_that_are_left_apart() -> None:
     x, y = data(40, 251), data(40, 251, seed=1)
     assert not is_flat(only(biased, data(40, 256), data(40, 256, seed=1), data(256)))  # they start on boundaries
@@ -77,6 +105,15 @@ def test_few_programs_have_more_threads(program: Callable[..., Any]) -> None:
         return elements / (32 * step.kernel.num_warps)
 
     assert lane(48) <= 2 * HOPPER.few_lane < lane(9000)
+
+
+def test_few_elements_that_take_many_instructions_have_a_thread_each() -> None:
+    def lane(program: Callable[..., Any], dtype: torch.dtype) -> int:
+        step = only(program, torch.ones(64, 768, dtype=dtype), torch.ones(64, 768, dtype=dtype))
+        return dict(step.kernel.constexprs)["B1"] // (32 * step.kernel.num_warps)
+
+    exact, plain = (lambda x, y: F.silu(x) * y), (lambda x, y: x * y)
+    assert lane(exact, torch.float32) == 1 < lane(plain, torch.float32) < lane(plain, torch.bfloat16) == lane(exact, torch.bfloat16)
 
 
 def test_many_results_take_fewer_elements_a_thread_and_many_operands_alone_do_not() -> None:

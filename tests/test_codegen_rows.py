@@ -60,6 +60,15 @@ def test_short_rows_off_boundaries_belong_to_single_warps(length: int, dtype: to
 
 
 @DTYPES
+@pytest.mark.parametrize("length", [77, 100, 129, 200, 255])
+def test_warps_share_rows_of_which_one_thing_is_made(length: int, dtype: torch.dtype) -> None:
+    """They wait for one another once."""
+    once, _ = launch(lambda x: x - x.mean(-1, keepdim=True), length, dtype)
+    twice, _ = launch(norm, length, dtype)
+    assert once.kernel.num_warps > 1 and (length == 255 or twice.kernel.num_warps == 1)
+
+
+@DTYPES
 def test_a_program_moves_enough_to_be_worth_its_start(dtype: torch.dtype) -> None:
     for length in (300, 384, 450, 500, 640, 768):
         _, rows = launch(lambda x: x.sum(-1), length, dtype)
