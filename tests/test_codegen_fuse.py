@@ -138,7 +138,7 @@ def test_a_copy_within_one_buffer_that_overlaps_is_not_fused_with_its_reader() -
 
 def test_an_overwritten_input_is_read_before() -> None:
     def program(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
-        total = x.roll(1, 0)  # ATen
+        total = x.digamma()  # ATen
         x.mul_(2)
         y.add_(x)
         return [total, x, y]
@@ -160,7 +160,7 @@ def test_disjoint_halves_of_one_buffer_may_share_a_kernel() -> None:
 def test_a_result_that_an_extern_op_needs_first_cannot_be_delayed() -> None:
     def program(x: torch.Tensor) -> torch.Tensor:
         y = x * 2
-        return y + y.roll(1, 0)
+        return y + y.digamma()
 
     made = check(program, data(6, 6), count=2, extern=1)
     assert "between" in refusals(made)
@@ -203,7 +203,7 @@ def test_partial_overwrites_keep_the_other_bytes() -> None:
 
 
 def test_extra_order_edges_hold() -> None:
-    recording, _ = record(lambda x: (x * 2, x.roll(1, 0), x + 1), data(4))
+    recording, _ = record(lambda x: (x * 2, x.digamma(), x + 1), data(4))
     first, middle, last = recording.graph.nodes
     assert len(kernels(plan(recording.graph))) == 1
     made = plan(recording.graph, order=[(first, middle), (middle, last)])
