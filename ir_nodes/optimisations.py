@@ -42,6 +42,7 @@ OPTIMISATIONS: dict[str, str] = {
     "attention": "attention with dropout in kernels of our own, where LAZYSCHED_ATTENTION asks for it",
     "autotune": "block sizes and warps are measured, once per kernel and machine, where LAZYSCHED_AUTOTUNE asks for it",
     "products": "large products in 16 bits by the fastest of cuBLASLt's suggestions, where LAZYSCHED_AUTOTUNE asks for it",
+    "counters": "what cuBLASLt's algorithms count with is set to zero once for a CUDA graph, not before each product",
     "keep_heap": "on a CPU, glibc keeps a step's memory for the next",
     "parallel_compile": "kernels compile in several processes",
     "cuda_graphs": "a cached step replays as a CUDA graph",

@@ -1,4 +1,5 @@
-"""Captures what a program launches as a CUDA graph. Imports torch, `ir_nodes.settings` and `lazy_backend.core` only.
+"""Captures what a program launches as a CUDA graph. Imports torch, `codegen.counters`,
+`ir_nodes.settings` and `lazy_backend.core` only.
 
 PyTorch's own `torch.cuda.CUDAGraph` holds the capture: it gives the allocator a pool for what is taken meanwhile. Graphs that
 are captured for one stream share a pool, so that the intermediate results of one lie where those of another did: they never run
@@ -19,6 +20,7 @@ from typing import Any, Callable, Iterator, Sequence
 
 import torch
 
+from codegen import counters
 from ir_nodes import settings
 from lazy_backend import core
 
@@ -68,8 +70,11 @@ def capture(device: int, states: Sequence[torch.Generator], body: Callable[[int]
             with in_one_range() if ranged else contextlib.nullcontext():
                 try:
                     graph.capture_begin(pool.handle, capture_error_mode="thread_local")
-                    body(stream.cuda_stream)
-                    graph.capture_end()
+                    with counters.collected() if settings.enabled("counters") else contextlib.nullcontext() as found:
+                        body(stream.cuda_stream)
+                        graph.capture_end()
+                        if found is not None:
+                            found.spare(graph.raw_cuda_graph())
                     graph.instantiate()
                 except BaseException:
                     _pools.pop(key, None)  # PyTorch up to 2.11 lets no graph into a pool in which a capture has failed
