@@ -19,6 +19,7 @@ from codegen.online import merge_passes
 from codegen.reuse import reuses, settles
 from codegen.source_args import ArgumentList
 from codegen.split import mixed_body, split_body
+from codegen.tangents import rough_tangents
 from codegen.tile import Tile
 from codegen.triton_source import SourceWriter
 from codegen.tuning import Tuning
@@ -82,6 +83,7 @@ def build(group: Group, outside: set[Value]) -> Body:
     if not group.split:
         sum_one_hots(body)
     fold_logarithms(body)
+    rough_tangents(body)
     powers_first(body)
     return body
 

@@ -64,7 +64,7 @@ FUNCTIONS: dict[str, tuple[str, str, str]] = {  # name: (float32, float64, float
     "log": ("libdevice.log", "libdevice.log", "tl.log"),
     "div": ("tl.math.div_rn", "tl.fdiv", "tl.fdiv"),
     "sqrt": ("tl.sqrt_rn", "tl.sqrt", "tl.sqrt"),
-    "tanh": ("_tanh", "libdevice.tanh", "_tanh"),
+    "tanh": ("_tanh", "libdevice.tanh", "_tanh_16"),
     "grow": ("libdevice.exp", "libdevice.exp", "libdevice.fast_expf"),
     "share": ("tl.math.div_rn", "tl.fdiv", "libdevice.fast_dividef"),
 }

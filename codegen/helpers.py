@@ -33,6 +33,16 @@ def _tanh(x):
 '''
 """Within 2.5 units in the last place, without libdevice's branch for each element."""
 
+TANH_16 = '''
+@triton.jit
+def _tanh_16(x):
+    far = 1.0 - 2.0 * libdevice.fast_dividef(1.0, 1.0 + tl.exp2(x * 2.8853900817779268))
+    return tl.where(tl.abs(x) < 0.007, x, far)
+
+
+'''
+"""For results that are rounded to 16 bits, see `codegen.tangents`."""
+
 NORMAL = '''
 @triton.jit
 def _normal(x):
@@ -91,8 +101,8 @@ def _logaddexp(a, b):
 '''
 """What scans combine with, beside sums and extremes; infinities of one sign are their own."""
 
-HELPERS = {"_pow(": POW, "_tanh(": TANH, "_normal(": NORMAL, "_logistic(": LOGISTIC, "_bf16(": BF16, ", _mul)": MUL,
-           "_logaddexp": LOGADDEXP, "_as_loaded(": AS_LOADED}
+HELPERS = {"_pow(": POW, "_tanh(": TANH, "_tanh_16(": TANH_16, "_normal(": NORMAL, "_logistic(": LOGISTIC, "_bf16(": BF16,
+           ", _mul)": MUL, "_logaddexp": LOGADDEXP, "_as_loaded(": AS_LOADED}
 
 
 def used(text: str) -> str:

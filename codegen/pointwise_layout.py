@@ -19,16 +19,18 @@ MANY, WRITTEN = 5, 2
 """Operands, and results among them, of which more are moved faster with fewer elements a thread: an optimizer's in bfloat16, by
 3 %. A rotary embedding's one result, from as many operands, takes a half longer so."""
 
+SHARED = 64
+"""How often a table's numbers are used before they count as lying in a cache."""
+
 WORD_BLOCK = 512
 """Elements of each of a Philox call's four words in a program. On most GPUs the number of ATen's threads is a multiple of it."""
 
 
-def _lane(body: Body, strides: Strides, tuning: Tuning) -> int:
+def _lane(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuning) -> int:
     """Elements per thread of a body that reduces nothing: as many as its operands allow, so that threads with many of them have
     registers for all."""
     lane = tuning.pointwise_lane * (2 if narrow(body) else 1)
-    widths = [(step.stage, step.access.dtype.itemsize) for step in body.steps if step.access is not None and step.level == FULL
-              and any(strides.get(id(step), (1,))[-1:])]  # one number for a row takes next to nothing
+    widths = _moved(body, dims, strides)
     moved, widest = sum(width for _, width in widths), max((width for _, width in widths), default=4)
     if ("store", 1) in widths and widest > 1:  # so that threads have as many elements of a mask as of what it masks
         lane = min(lane, 16 // widest)
@@ -39,10 +41,25 @@ def _lane(body: Body, strides: Strides, tuning: Tuning) -> int:
     return lane
 
 
+def _moved(body: Body, dims: tuple[int, ...], strides: Strides) -> list[tuple[str, int]]:
+    """How, and with how many bytes an element, memory is read or written that a thread waits for. One number for a row takes next
+    to nothing; a cache has tables that many rows share, and a tensor's parts, of which each element reads one, are as one: a rotary
+    embedding's gradient takes half as long with as many elements a thread as that leaves."""
+    found: dict[tuple[object, ...], tuple[str, int]] = {}
+    for step in body.steps:
+        if step.access is not None and step.level == FULL:
+            along = strides.get(id(step), (1,))
+            shared = len(along) == len(dims) and math.prod(n for n, stride in zip(dims, along) if stride) * SHARED <= body.numel
+            if any(along[-1:]) and not shared:
+                start = None if step.args and step.stage == "load" else step.access.byte_offset
+                found[step.stage, step.access.value, along, start] = (step.stage, step.access.dtype.itemsize)
+    return list(found.values())
+
+
 def pointwise_tile(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuning) -> Tile:
     """Flat, in rows, or in squares."""
     last = len(dims) - 1
-    lane = _lane(body, strides, tuning)
+    lane = _lane(body, dims, strides, tuning)
     usual = tuning.pointwise_block * (2 if lane > tuning.pointwise_lane and tuning.pointwise_block <= 4096 else 1)
     block = usual
     if body.numel <= usual * 64:  # few programs: smaller ones, with more threads

@@ -125,3 +125,21 @@ def test_many_results_take_fewer_elements_a_thread_and_many_operands_alone_do_no
     assert per_thread(only(lambda a, b, c, d, e, f: a * b + c * d + e * f, *tensors)) == 8
     three = only(lambda a, b, c, d, e, f: (a * b + c, a - d, b + e * f), *tensors)
     assert per_thread(three) == 4
+
+
+def lane(step: KernelStep) -> int:
+    """Elements a thread."""
+    blocks = dict(step.kernel.constexprs)
+    return blocks["B0"] * blocks["B1"] // (32 * step.kernel.num_warps)
+
+
+def test_what_a_cache_holds_does_not_take_elements_from_threads() -> None:
+    """Tables that all heads share, and both halves of what is read anyway; halves that are tensors of their own do."""
+    x = torch.randn(8, 1024, 16, 64).bfloat16()
+    cos, sin = torch.randn(1024, 1, 64).bfloat16(), torch.randn(1024, 1, 64).bfloat16()
+    near = only(rotary, x, cos, sin)
+    assert lane(near) == 16 and lane(only(lambda x: x * 2 + 1, x)) == 16
+    gate = lambda x, y: (x * 2 + y) * (x - y)  # noqa: E731
+    wide = [torch.randn(8, 1024, 512).bfloat16() for _ in range(2)]
+    many = lambda a, b: gate(a[..., :256], b[..., :256]) + gate(a[..., 256:], b[..., 256:])  # noqa: E731
+    assert lane(only(many, *wide)) == 8
