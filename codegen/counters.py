@@ -22,8 +22,6 @@ COUNTER, APART = 128, 256
 """Bytes of a counter at most, and from one to the next: a workspace begins at a multiple of it."""
 ROOM = 1 << 20
 """Bytes of all counters of a graph; a launch for which none is left has its memory zeroed by the library."""
-SPARED = 2e-6
-"""Seconds, at the least, that a launch is spared."""
 
 _MEMSET = 2  # of CUgraphNodeType
 
