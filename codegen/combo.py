@@ -207,7 +207,9 @@ class Joiner:
         return ""
 
     def _near(self, group: Item, item: Item) -> bool:
-        """Whether neither's large operands would wait, or be made early, for the other."""
+        """Whether neither's large operands would wait, or be made early, for the other. Neighbours wait no longer than they do."""
+        if self._between(min(group.steps + item.steps), max(group.steps + item.steps) - 1) <= FAR:
+            return True
         ready, due = max(group.ready, item.ready), min(group.due, item.due)
         starts = [start for start in (group.reading, item.reading) if start is not None]
         ends = [end for end in (group.writing, item.writing) if end is not None]
