@@ -16,6 +16,7 @@ from typing import Sequence
 
 import torch
 
+from codegen.attention_joined import JOINED, gradients_of, join
 from codegen.attention_launches import Left, draw, forward, gradients
 from codegen.engine import Context
 from codegen.kernel import ExternStep, KernelStep, Plan, Temporary
@@ -26,7 +27,7 @@ from ir_nodes.node import Operand
 from ir_nodes.remarks import Remarks
 
 CUDNN, FLASH = "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_flash_attention"
-BACKWARDS = (f"{CUDNN}_backward", f"{FLASH}_backward")
+BACKWARDS = (*JOINED, *JOINED.values())
 TENSORS = ("query", "key", "value")
 OUT, SUMS = 0, 1
 """Results of a forward; the rest are for its backward."""
@@ -46,18 +47,52 @@ MOST_ELEMENTS = 1 << 31
 
 def use_kernels(plan: Plan, graph: Graph, context: Context) -> Plan:
     """The plan with kernels instead of ATen's calls, where they are asked for."""
-    if settings.current().attention != "triton" or not settings.enabled("attention"):
+    if not asked():
         return plan
     remarks = context.remarks or Remarks()
-    if torch.cuda.get_device_capability(context.device) < CAPABILITY:
+    if not fits(context):
         remarks.refused("attention", "", "the kernels are measured on Hopper GPUs only, and this one is older")
         return plan
     return with_kernels(plan, graph, remarks, context.redraws)
 
 
+def asked() -> bool:
+    return settings.current().attention == "triton" and settings.enabled("attention")
+
+
+def fits(context: Context) -> bool:
+    return torch.cuda.get_device_capability(context.device) >= CAPABILITY
+
+
 def with_kernels(plan: Plan, graph: Graph, remarks: Remarks | None = None, redraws: bool = False) -> Plan:
     """The plan with kernels wherever they can be. ``redraws``: the program may draw the same again, in another recording."""
     return _Rewriter(plan, graph, remarks or Remarks(), redraws).run()
+
+
+def join_gradients(graph: Graph, context: Context) -> None:
+    """Before anything is fused: let backwards whose gradients are concatenated put them in their places, where kernels of ours
+    will do so in the end."""
+    if asked() and fits(context):
+        with_joined(graph, context.remarks, context.redraws)
+
+
+def with_joined(graph: Graph, remarks: Remarks | None = None, redraws: bool = False) -> None:
+    for _, backwards, reason in attentions(graph, redraws):
+        for node in () if reason else backwards:
+            why = join(graph, node, why_not_rows) if node.target in JOINED else ""
+            if why and remarks is not None:
+                remarks.refused("attention", node.name, why)
+
+
+def attentions(graph: Graph, redraws: bool) -> list[tuple[Node, list[Node], str]]:
+    """Each forward with its backwards, and why ATen calls them; "": kernels take their place."""
+    found = []
+    for node in graph.nodes:
+        if node.target in (CUDNN, FLASH):
+            backwards = list(dict.fromkeys(node.writes[SUMS].value.users))
+            reason = why_not(graph, node, redraws)
+            found.append((node, backwards, reason or next((why for one in backwards if (why := why_not_backward(one, node))), "")))
+    return found
 
 
 def drops(node: Node) -> bool:
@@ -81,33 +116,17 @@ class _Rewriter:
 
     def run(self) -> Plan:
         called = {step.node: None for step in self.plan.steps if isinstance(step, ExternStep)}
-        for node in called:
-            if node.target in (CUDNN, FLASH):
-                backwards = list(dict.fromkeys(node.writes[SUMS].value.users))
-                reason = self._why_not(node) or next((why for one in backwards if (why := why_not_backward(one, node))), "")
-                if reason or not all(one in called for one in backwards):
-                    self.remarks.refused("attention", node.name, reason or "its backward is not called by ATen")
-                    continue
-                self._replace(node, backwards)
-                how = "draw what drops once, for the backward too" if drops(node) else "draw nothing, for nothing drops"
-                self.remarks.did("attention", node.name, f"kernels of our own {how}")
+        for node, backwards, reason in attentions(self.graph, self.redraws):
+            if reason or not all(one in called for one in (node, *backwards)):
+                self.remarks.refused("attention", node.name, reason or "something else than ATen computes it")
+                continue
+            self._replace(node, backwards)
+            how = "draw what drops once, for the backward too" if drops(node) else "draw nothing, for nothing drops"
+            self.remarks.did("attention", node.name, f"kernels of our own {how}")
+            for one in backwards:
+                if one.target in JOINED.values():
+                    self.remarks.did("attention", one.name, "they put gradients where autograd would concatenate them")
         return self._rewritten() if self.instead else self.plan
-
-    def _why_not(self, node: Node) -> str:
-        """Why ATen calls the forward; "": kernels take its place."""
-        args = arguments(node)
-        if self.redraws and drops(node):  # nothing tells a checkpointed layer's first run, in a recording of its own
-            return "the program has read a generator's state, and may draw the same again where ATen does"
-        if len(node.effects) != 1 or node.again:
-            return "it is computed twice"
-        if args.get("attn_bias") is not None:
-            return "a bias is added to its scores"
-        for place in (one for one in node.returns[SUMS:] if one is not None):
-            write = node.writes[place]
-            held = write.value.buffer.live and self.graph.last(write.value.buffer) is write.value
-            if held or any(user.target not in BACKWARDS for user in write.value.users):
-                return "its backward is no part of the same recording"
-        return why_not_shapes([args[name] for name in TENSORS], node.writes[OUT].layout, args["is_causal"])
 
     def _replace(self, node: Node, backwards: Sequence[Node]) -> None:
         args = arguments(node)
@@ -137,13 +156,30 @@ class _Rewriter:
         return replace(self.plan, steps=tuple(steps), needs=tuple(needs), temporaries=tuple(self.temporaries))
 
 
+def why_not(graph: Graph, node: Node, redraws: bool) -> str:
+    """Why ATen calls the forward ``node``, whatever its backwards are."""
+    args = arguments(node)
+    if redraws and drops(node):  # nothing tells a checkpointed layer's first run, in a recording of its own
+        return "the program has read a generator's state, and may draw the same again where ATen does"
+    if len(node.effects) != 1 or node.again:
+        return "it is computed twice"
+    if args.get("attn_bias") is not None:
+        return "a bias is added to its scores"
+    for place in (one for one in node.returns[SUMS:] if one is not None):
+        write = node.writes[place]
+        held = write.value.buffer.live and graph.last(write.value.buffer) is write.value
+        if held or any(user.target not in BACKWARDS for user in write.value.users):
+            return "its backward is no part of the same recording"
+    return why_not_shapes([args[name] for name in TENSORS], node.writes[OUT].layout, args["is_causal"])
+
+
 def why_not_backward(node: Node, forward: Node) -> str:
     if node.target not in BACKWARDS or node.again:
         return "its backward is computed twice"
     if drops(node) != drops(forward):
         return "its backward drops another share"
     args = arguments(node)
-    made = [None if place is None else node.writes[place].layout for place in node.returns]
+    made = [None if write is None else write.layout for write in gradients_of(node)]
     tensors = [args[name] for name in (*TENSORS, "grad_out", "out")]
     if len(made) != 3 or None in made or not all(isinstance(one, Operand) for one in tensors):
         return "its backward makes other gradients than those of queries, keys and values"

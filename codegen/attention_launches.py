@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from codegen import attention_source as source
+from codegen.attention_joined import gradients_of
 from codegen.kernel import Kernel, KernelArg, KernelStep, Offset, Pointer, Scalar, Seed, Size, Temporary
 from codegen.lowering import arguments
 from codegen.source_args import POINTER_TYPES
@@ -66,7 +67,7 @@ def forward(node: Node, left: Left) -> KernelStep:
 def gradients(node: Node, left: Left, deltas: Temporary) -> list[KernelStep]:
     """The launches for the gradients of queries, and of keys and values."""
     args = arguments(node)
-    dq, dk, dv = (node.writes[place] for place in node.returns if place is not None)
+    dq, dk, dv = (write for write in gradients_of(node) if write is not None)
     steps = []
     for name, text, blocks, block in (("queries", source.QUERIES, QUERIES, QUERIES.queries),
                                       ("keys", source.KEYS, KEYS, KEYS.keys)):

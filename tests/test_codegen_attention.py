@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from attentions import CUDNN, FLASH, NAMES, SEED, START, Case, bits_of
 from graphs import CACHE, compile_all, execute, kernels, typed
-from recording import Recording
 
 from codegen import attention, triton_compile
 from codegen.attention_source import FORWARD, KEYS, PRECISION, QUERIES, without_drops
@@ -16,115 +16,9 @@ from codegen.combo import combine
 from codegen.engine import Context
 from codegen.fuse import plan
 from codegen.kernel import Offset, Plan
-from ir_nodes import Access, BufferKind, Graph, Layout, settings
+from ir_nodes import Layout, settings
 from ir_nodes.remarks import Remarks
 from tests.device import ON_GPU
-
-SEED, START = 0x123456789ABCDEF, 8
-NAMES = ("attention_draw", "attention_forward", "attention_backward_queries", "attention_backward_keys")
-CUDNN, FLASH = attention.CUDNN, attention.FLASH
-
-
-@dataclass
-class Case:
-    """A forward and its backward as they are recorded on CUDA. ``sizes``: batch, heads, queries, keys, elements of a head.
-    ``p``: None is a share of 0 that is a constant of the recording."""
-
-    sizes: tuple[int, int, int, int, int] = (2, 3, 128, 128, 64)
-    causal: bool = True
-    p: float | None = 0.25
-    mismatch: bool = False  # the backward's share is a constant, the forward's is not
-    scale: float | None = None
-    dtype: torch.dtype = torch.bfloat16
-    target: str = CUDNN
-    backwards: int = 1
-    held: str = ""  # "sums": a tensor holds the forward's second result
-    biased: bool = False
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    access: dict[str, Access] = field(default_factory=dict)
-
-    def recording(self) -> Recording:
-        graph, inputs = Graph(), {}
-        batch, heads, queries, keys, width = self.sizes
-        generator = torch.Generator().manual_seed(0)
-
-        def given(name: str, length: int, seen: bool = True) -> Access:
-            parts = 3 if seen else 1  # q, k and v are parts of what one product made
-            data = torch.randn(batch, length, parts, heads, width, generator=generator).to(self.dtype)
-            tensor = data[:, :, parts - 1].transpose(1, 2)
-            buffer = graph.add_buffer(data.nbytes, BufferKind.INPUT)
-            inputs[buffer.index] = data.untyped_storage()
-            self.tensors[name] = tensor
-            self.access[name] = Access(buffer, Layout(self.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()))
-            return self.access[name]
-
-        def fresh(name: str, shape: tuple[int, ...], dtype: torch.dtype, live: bool = False, inside: bool = False) -> Access:
-            tensor = torch.empty(shape, dtype=dtype)
-            if inside:
-                tensor = torch.empty(shape[0], shape[2], shape[1], shape[3], dtype=dtype).transpose(1, 2)
-            self.tensors[name] = tensor
-            self.access[name] = Access(graph.add_buffer(tensor.nbytes, live=live), Layout(dtype, shape, tensor.stride(), 0), "w")
-            return self.access[name]
-
-        def read(name: str) -> Access:
-            return replace(self.access[name], mode="r")
-
-        q, k, v = given("q", queries), given("k", keys), given("v", keys)
-        state = Access(graph.add_buffer(16, BufferKind.GENERATOR, live=True), Layout.contiguous(torch.uint8, (16,)), "rw")
-        inputs[state.buffer.index] = torch.tensor([SEED, START])
-        self.access["state"] = state
-        p = 0.0 if self.p is None else graph.add_scalar("float")
-        again = 0.0 if self.mismatch else p
-        scale = None if self.scale is None else graph.add_scalar("float")
-        bias = given("bias", queries, False) if self.biased else None
-        out = fresh("out", (batch, heads, queries, width), self.dtype, True, True)
-        results = [out, fresh("sums", (batch, heads, queries, 1), torch.float32, self.held == "sums"), None, None,
-                   fresh("seed", (), torch.int64), fresh("offset", (), torch.int64), None]
-        flash = self.target == FLASH
-        before = [q, k, v] if flash else [q, k, v, bias, True]
-        graph.record(self.target, [*before, p, self.causal, False, scale], results, [state])
-        for number in range(self.backwards):
-            grad = given(f"grad{number}", queries, False)
-            made = [fresh(f"d{name}{number}", tuple(self.access[name].layout.size), self.dtype, True, True) for name in "qkv"]
-            seed, ends = [read("seed"), read("offset")], [None, None, queries, keys]
-            lasts = [*ends, again, self.causal, *seed] if flash else [*seed, None, *ends, again, self.causal]
-            graph.record(f"{self.target}_backward", [grad, q, k, v, read("out"), read("sums"), *lasts, scale], made)
-        data = {index: torch.tensor([], dtype=torch.uint8).set_(one) if isinstance(one, torch.UntypedStorage)
-                else one.view(torch.uint8) for index, one in inputs.items()}
-        return Recording(graph, data, [number for number in (self.p, self.scale) if number is not None])
-
-    def planned(self, recording: Recording, remarks: Remarks | None = None) -> Plan:
-        return attention.with_kernels(plan(recording.graph), recording.graph, remarks)
-
-    def reference(self, kept: torch.Tensor | float) -> dict[str, torch.Tensor]:
-        """Result and gradients in float64, where ``kept`` says what does not drop."""
-        q, k, v = (self.tensors[name].double().requires_grad_() for name in "qkv")
-        scores = q @ k.transpose(2, 3) * (self.sizes[4] ** -0.5 if self.scale is None else self.scale)
-        if self.causal:
-            scores = scores.masked_fill(torch.ones(scores.shape[2:]).triu(1).bool(), -torch.inf)
-        share = round((1 - (self.p or 0.0)) * (1 << PRECISION)) / (1 << PRECISION)
-        out = (scores.softmax(-1) * kept / max(share, 1e-9)) @ v
-        found = {"out": out}
-        for number in range(self.backwards):
-            given = self.tensors[f"grad{number}"].double()
-            made = torch.autograd.grad(out, (q, k, v), given, retain_graph=True)
-            found.update({f"d{name}{number}": one for name, one in zip("qkv", made)})
-        return found
-
-
-def bits_of(case: Case, made: Plan, recording: Recording) -> torch.Tensor:
-    """What the first kernel draws, by itself, as [batch, heads, queries, keys]."""
-    batch, heads, queries, keys, _ = case.sizes
-    step = kernels(made)[0]
-    scratch: dict[int, torch.Tensor] = {}
-    memory = {index: data.clone() for index, data in recording.inputs.items()}
-    from codegen import interpreted
-
-    interpreted.run_kernel(step, memory, scratch, recording.scalars, CACHE)
-    (words,) = scratch.values()
-    words = words.view(torch.int32).view(batch, heads, keys // 32, 1, queries)
-    bits = words >> torch.arange(32, dtype=torch.int32).view(32, 1) & 1
-    return bits.reshape(batch, heads, keys, queries).transpose(2, 3)
 
 
 CASES = {

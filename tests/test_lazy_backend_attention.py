@@ -11,7 +11,8 @@ from torch import Tensor
 
 import lazy_backend
 from codegen.attention import CAPABILITY
-from ir_nodes import settings
+from codegen.attention_joined import JOINED
+from ir_nodes import ops, settings
 from lazy_backend import orders
 from tests.device import DEVICE, ON_GPU
 
@@ -139,6 +140,42 @@ def test_a_share_of_zero_has_a_program_of_its_own() -> None:
         assert all(torch.equal(one, two) for one, two in zip(first, run(0.0)))
     assert (run(0.5)[0] == 0).any() and not (first[0] == 0).any(), "the first query attends to one key, which drops or not"
     assert all(torch.equal(one, two) for one, two in zip(first, run(0.0)))
+
+
+def of_one_product(x: Tensor, weight: Tensor, bias: Tensor, p: float) -> list[Tensor]:
+    """Attention of what one product makes of ``x``, as in GPT-2, and the gradients of all three."""
+    given = [one.detach().requires_grad_() for one in (x, weight, bias)]
+    batch, length, width = x.shape
+    parts = F.linear(*given).split(width, 2)
+    q, k, v = (part.view(batch, length, width // 64, 64).transpose(1, 2) for part in parts)
+    out = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True).transpose(1, 2).reshape(x.shape)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), given)]
+
+
+@pytest.mark.parametrize("p", [NOTHING, 0.0])
+def test_kernels_put_gradients_side_by_side_for_one_products_backward(p: float) -> None:
+    torch.manual_seed(2)
+    given = [torch.randn(2, 128, 192), torch.randn(576, 192) / 14, torch.randn(576)]
+    ours, theirs = ([one.to(device, torch.bfloat16) for one in given] for device in (DEVICE, "cuda"))
+    for _ in range(3):  # launched, captured, replayed
+        found = of_one_product(*ours, p)
+        lazy_backend.mark_step()
+    for made, wanted in zip(found, of_one_product(*theirs, 0.0)):
+        assert (made.cpu().float() - wanted.cpu().float()).norm() < 0.02 * wanted.cpu().float().norm()
+    report = str(lazy_backend.explain(lambda: of_one_product(*ours, p)))
+    assert "attention_backward_keys" in report and "autograd would concatenate" in report
+
+
+@pytest.mark.parametrize("target", JOINED)
+def test_another_engine_could_call_the_op_that_joins_gradients(target: str) -> None:
+    q, k, v, grad = inputs(2, 3, 128, 128, "cuda")
+    forward = [q.detach(), k.detach(), v.detach(), *([None, True] if "cudnn" in target else []), 0.0, True]
+    out, sums, *_, seed, offset, _ = ops.overload(target.removesuffix("_backward"))(*forward)
+    ends = [None, None, 128, 128, 0.0, True]
+    lasts = [seed, offset, None, *ends] if "cudnn" in target else [*ends, seed, offset]
+    args = [grad, *forward[:3], out, sums, *lasts]
+    apart = torch.cat([one.transpose(1, 2).flatten(2) for one in ops.overload(target)(*args)], 2)
+    torch.testing.assert_close(ops.overload(JOINED[target])(*args), apart, rtol=1e-2, atol=1e-2)
 
 
 def test_inference_without_dropout_is_eager_modes_attention() -> None:
