@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from codegen import attention_source as source
+from codegen.attention_joined import gradients_of
 from codegen.kernel import Kernel, KernelArg, KernelStep, Offset, Pointer, Scalar, Seed, Size, Temporary
 from codegen.lowering import arguments
 from codegen.source_args import POINTER_TYPES
@@ -33,20 +34,20 @@ DRAW, FORWARD, QUERIES, KEYS = Blocks(128, 128, 4, 1), Blocks(64, 64, 4, 3), Blo
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Drawn:
-    """What a forward leaves for its backwards, in memory that only they know: bits, and each row's sum."""
+class Left:
+    """What a forward leaves for its backwards, in memory that only they know: bits, None where nothing drops; each row's sum."""
 
-    words: Temporary
+    words: Temporary | None
     sums: Temporary
 
 
-def draw(node: Node, drawn: Drawn, increment: int) -> KernelStep:
+def draw(node: Node, words: Temporary, increment: int) -> KernelStep:
     """The launch that draws what drops, and moves the generator on by ``increment``."""
     args, state = arguments(node), node.effects[0].value.buffer
     (batch, heads, queries, _), keys = args["query"].layout.size, args["key"].layout.size[2]
     rows, columns = (math.gcd(size, most) for size, most in ((queries, DRAW.queries), (keys, DRAW.keys)))
     given = _Arguments()
-    given.scratch("words", drawn.words, torch.int32, written=True)
+    given.scratch("words", words, torch.int32, written=True)
     given.entries += [("seed", "i64", Seed(state)), ("drawn", "i64", Offset(state, increment))]
     given.number("p", args["dropout_p"])
     given.sizes(queries=queries, keys=keys)
@@ -54,20 +55,19 @@ def draw(node: Node, drawn: Drawn, increment: int) -> KernelStep:
     return given.step("draw", source.DRAW, node, constants, DRAW.warps, (queries // rows, keys // columns, batch * heads))
 
 
-def forward(node: Node, drawn: Drawn) -> KernelStep:
+def forward(node: Node, left: Left) -> KernelStep:
     given, args = _Arguments(), arguments(node)
     for name, strides in (("query", "q"), ("key", "k"), ("value", "v")):
         given.tensor(strides, args[name], strides)
     given.tensor("out", node.writes[0], "o")
-    given.scratch("sums", drawn.sums, torch.float32, written=True)
-    given.scratch("words", drawn.words, torch.int32)
-    return _attend("forward", source.FORWARD, given, node, FORWARD, FORWARD.queries)
+    given.scratch("sums", left.sums, torch.float32, written=True)
+    return _attend("forward", source.FORWARD, given, node, left, FORWARD, FORWARD.queries)
 
 
-def gradients(node: Node, drawn: Drawn, deltas: Temporary) -> list[KernelStep]:
+def gradients(node: Node, left: Left, deltas: Temporary) -> list[KernelStep]:
     """The launches for the gradients of queries, and of keys and values."""
     args = arguments(node)
-    dq, dk, dv = (node.writes[place] for place in node.returns if place is not None)
+    dq, dk, dv = (write for write in gradients_of(node) if write is not None)
     steps = []
     for name, text, blocks, block in (("queries", source.QUERIES, QUERIES, QUERIES.queries),
                                       ("keys", source.KEYS, KEYS, KEYS.keys)):
@@ -82,19 +82,22 @@ def gradients(node: Node, drawn: Drawn, deltas: Temporary) -> list[KernelStep]:
             given.tensor("dk", dk, "d")
             given.tensor("dv", dv, "e")
         given.scratch("deltas", deltas, torch.float32, written=name == "queries")
-        given.scratch("sums", drawn.sums, torch.float32)
-        given.scratch("words", drawn.words, torch.int32)
-        steps.append(_attend(f"backward_{name}", text, given, node, blocks, block))
+        given.scratch("sums", left.sums, torch.float32)
+        steps.append(_attend(f"backward_{name}", text, given, node, left, blocks, block))
     return steps
 
 
-def _attend(name: str, text: str, given: "_Arguments", node: Node, blocks: Blocks, block: int) -> KernelStep:
+def _attend(name: str, text: str, given: "_Arguments", node: Node, left: Left, blocks: Blocks, block: int) -> KernelStep:
     """A launch of programs for ``block`` queries or keys each. Those of several heads lie side by side."""
     args = arguments(node)
     (batch, heads, queries, width), keys = args["query"].layout.size, args["key"].layout.size[2]
     length = keys if text is source.KEYS else queries
     group = max(count for count in range(1, TOGETHER + 1) if batch * heads % count == 0)
-    given.number("p", args["dropout_p"])
+    if left.words is None:
+        text = source.without_drops(text)
+    else:
+        given.scratch("words", left.words, torch.int32)
+        given.number("p", args["dropout_p"])
     scale = args.get("scale")
     if isinstance(scale, ScalarInput):
         given.number("scale", scale)

@@ -1,4 +1,4 @@
-"""The kernels of attention with dropout, as Triton source. Imports `codegen.random_source` only.
+"""The kernels of attention, with dropout or without, as Triton source. Imports `codegen.random_source` only.
 
 After Dao et al., FlashAttention (2022) and FlashAttention-2 (2023): scores are computed block by block and never stored, the
 softmax's maximum and sum are kept as a block is added, and the backward computes the probabilities again from each row's sum.
@@ -51,12 +51,14 @@ def {{name}}({{parameters}}, B0: tl.constexpr, B1: tl.constexpr, CAUSAL: tl.cons
 """Bits that are 1 with probability 1 - p: random binary numbers below its digits, for 32 keys at a time and from the last digit
 on: where the digit is 1, a random 0 makes the number smaller, where it is 0, a random 1 makes it larger."""
 
-_SHARED = f'''@triton.jit
+_TILE = '''@triton.jit
 def _tile(base, row, stride, ROWS: tl.constexpr, D: tl.constexpr):
     return base + ((row + tl.arange(0, ROWS))[:, None] * stride + tl.arange(0, D)[None, :])
 
 
-@triton.jit
+'''
+
+_SHARE = f'''@triton.jit
 def _kept(p):
     return ((1.0 - p) * {1 << PRECISION}.0 + 0.5).to(tl.int32).to(tl.float32) * {2.0 ** -PRECISION!r}
 
@@ -68,7 +70,7 @@ def _inverse(kept):
 
 '''
 
-_BY_QUERY = _SHARED + '''@triton.jit
+_DROP_BY_QUERY = '''@triton.jit
 def _drop(x, words, row, column, queries, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     m = row + tl.arange(0, ROWS)
     n = column // 32 + tl.arange(0, COLUMNS // 32)
@@ -80,7 +82,7 @@ def _drop(x, words, row, column, queries, ROWS: tl.constexpr, COLUMNS: tl.conste
 
 '''
 
-_BY_KEY = _SHARED + '''@triton.jit
+_DROP_BY_KEY = '''@triton.jit
 def _drop(x, words, row, column, queries, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     m = row + tl.arange(0, ROWS)
     n = column // 32 + tl.arange(0, COLUMNS // 32)
@@ -112,7 +114,7 @@ _BY_ROWS = _ENTRY + '''    block = queries // B0 - 1 - block if CAUSAL else bloc
 '''
 """For a block of queries of one head. Of causal attention the longest blocks go first."""
 
-FORWARD = HEAD + _BY_QUERY + '''@triton.jit
+FORWARD = HEAD + _TILE + _SHARE + _DROP_BY_QUERY + '''@triton.jit
 def _add(acc, total, top, q, k, v, words, row, column, kt, vt, queries, factor, B0: tl.constexpr, B1: tl.constexpr,
          D: tl.constexpr, MASKED: tl.constexpr):
     scores = tl.dot(q, tl.trans(tl.load(_tile(k, column, kt, B1, D))))
@@ -142,7 +144,7 @@ def _add(acc, total, top, q, k, v, words, row, column, kt, vt, queries, factor, 
 '''
 """``sums``: log2 of each row's sum of exponentials, [batch * heads, queries]."""
 
-QUERIES = HEAD + _BY_QUERY + '''@triton.jit
+QUERIES = HEAD + _TILE + _SHARE + _DROP_BY_QUERY + '''@triton.jit
 def _add(acc, q, g, top, delta, k, v, words, row, column, kt, vt, queries, factor, B0: tl.constexpr, B1: tl.constexpr,
          D: tl.constexpr, MASKED: tl.constexpr):
     keys = tl.load(_tile(k, column, kt, B1, D))
@@ -174,7 +176,7 @@ def _add(acc, q, g, top, delta, k, v, words, row, column, kt, vt, queries, facto
 '''
 """The gradient of queries; ``deltas``: what gradients of a row's probabilities have in common, [batch * heads, queries]."""
 
-KEYS = HEAD + _BY_KEY + '''@triton.jit
+KEYS = HEAD + _TILE + _SHARE + _DROP_BY_KEY + '''@triton.jit
 def _add(dk, dv, k, v, q, grad, sums, deltas, words, row, column, qt, gt, queries, factor, B0: tl.constexpr, B1: tl.constexpr,
          D: tl.constexpr, MASKED: tl.constexpr):
     tile = tl.load(_tile(q, row, qt, B0, D))
@@ -220,3 +222,33 @@ def _add(dk, dv, k, v, q, grad, sums, deltas, words, row, column, qt, gt, querie
     tl.store(_tile(dv + b * eb + h * eh, column, et, B1, D), (dv_sum * share).to(dv.dtype.element_ty))
 '''
 """The gradients of keys and values."""
+
+_DROPS = (
+    (_SHARE, ""),
+    (_DROP_BY_QUERY, ""),
+    (_DROP_BY_KEY, ""),
+    ("    p = _drop(p, words, row, column, queries, B0, B1)\n", ""),
+    ("    kept = _drop(p, words, row, column, queries, B0, B1)\n", ""),
+    ("    words += head.to(tl.int64) * (queries * (keys // 32))\n", ""),
+    ("    share = _kept(p)\n", ""),
+    ("    share = _inverse(_kept(p))\n", ""),
+    ("kept * tl.dot(g, tl.trans(values)) - p * delta[:, None]", "p * (tl.dot(g, tl.trans(values)) - delta[:, None])"),
+    ("kept * tl.dot(v, tl.trans(g)) - p * delta[None, :]", "p * (tl.dot(v, tl.trans(g)) - delta[None, :])"),
+    ("kept.to(", "p.to("),
+    ("_inverse(_kept(p)) / total", "1.0 / total"),
+    ("({scale} * _inverse(share))", "{scale}"),
+    ("({scale} * share)", "{scale}"),
+    ("(dv_sum * share)", "dv_sum"),
+    (", 1) * share", ", 1)"),
+    (" words,", ""),
+    ("vt, queries,", "vt,"),
+    ("gt, queries,", "gt,"),
+)
+"""What a kernel says of dropping, and what it says instead where nothing drops."""
+
+
+def without_drops(text: str) -> str:
+    """The kernel ``text`` for where nothing drops: it takes neither words nor a share."""
+    for part, instead in _DROPS:
+        text = text.replace(part, instead)
+    return text

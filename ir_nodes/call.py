@@ -50,13 +50,13 @@ def arguments(node: Node, fill: Fill) -> tuple[list[Any], dict[str, Any]]:
 def new_results(node: Node, result: Any) -> list[Any]:
     """What ``result`` of the op newly returns, flat: one entry for each of ``node.returns``.
 
-    Tensors that the op was given to write to and hands back are left out. Raises ValueError where the count differs.
+    Left out are sizes, and tensors that the op was given to write to and hands back. Raises ValueError where the count differs.
     """
     specs = ops.schema(node.target).returns
     results = (result,) if len(specs) == 1 else tuple(result or ())
     found: list[Any] = []
     for spec, item in zip(specs, results):
-        if spec.alias_info is None or not spec.alias_info.is_write:
+        if str(spec.type) != "int" and (spec.alias_info is None or not spec.alias_info.is_write):
             found.extend(item if isinstance(item, (list, tuple)) else (item,))
     if len(found) != len(node.returns):
         raise ValueError(f"{node.target} returns {len(found)} new results, the node names {len(node.returns)}")

@@ -100,13 +100,13 @@ def _formula(target: str) -> Callable[..., Any] | None:
     from torch.utils.flop_counter import flop_registry  # here, because it loads Triton
 
     space, name, _ = ops.split(target)
-    if space != "aten":
+    if space not in ("aten", ops.OWN):
         return None
     if name == "linear":
         return lambda x, weight, *rest, **more: 2 * math.prod(x) * weight[0]
     if name in ("cudnn_convolution_relu", "cudnn_convolution_add_relu"):
         return lambda x, weight, *rest, out_val: 2 * math.prod(out_val) * math.prod(weight[1:])
-    name = name.replace("_for_cpu", "").replace("_backward_overrideable", "_backward").replace("_addmm_activation", "addmm")
+    name = name.removesuffix("_joined").replace("_for_cpu", "").replace("_backward_overrideable", "_backward")
+    name = name.replace("_addmm_activation", "addmm")
     packet = getattr(torch.ops.aten, name, None)
-
     return flop_registry.get(packet) if packet is not None else None

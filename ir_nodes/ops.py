@@ -90,6 +90,9 @@ _KINDS: dict[str, str] = {
 # Ops of these namespaces exchange data between ranks; the device's own are defined in lazy_backend/distributed.
 _BETWEEN_RANKS = ("lazysched", "c10d", "_c10d_functional", "c10d_functional")
 
+OWN = "lazysched_own"
+"""Of ops that codegen makes of two: "_joined" follows the name of the first, whose kind they are."""
+
 # In-place ops that never read the old elements of what they write.
 _WRITE_ONLY = frozenset(
     """
@@ -175,7 +178,7 @@ def info(target: str) -> OpInfo:
     """The table's row for ``target``; for an op outside of it, an "extern" row with what torch's own tags say."""
     space, name, _ = split(target)
     tags = _tags(target)
-    kind = _kind(name) if space == "aten" else "extern"
+    kind = _kind(name.removesuffix("_joined")) if space in ("aten", OWN) else "extern"
     if space in _BETWEEN_RANKS:
         kind = "wait" if "wait" in name else "collective"
     known = kind not in ("extern", *COLLECTIVE)

@@ -112,7 +112,7 @@ _ROWS = (
     _row("templates", _BOOL, "0", parse.boolean,
          "on a GPU, measures whether matrix products are faster in one kernel with what follows them", changes_code=True),
     _row("attention", "eager, triton", "eager", parse.choice("eager", "triton"),
-         "triton: on a GPU, attention with dropout in kernels of our own, which drop other elements than eager mode's for a seed",
+         "triton: on a GPU, attention in kernels of our own; with dropout they drop other elements than eager mode's for a seed",
          changes_code=True),
     _row("check_indices", _BOOL, "1", parse.boolean,
          "kernels stop at an index out of range, as eager mode does", changes_code=True),

@@ -22,11 +22,12 @@ class ArgKind(IntEnum):
     OPT_TENSOR_LIST = 3
     SCALAR = 4
     EXPONENT = 5
-    SCALAR_LIST = 6
-    FLOAT_LIST = 7
-    GENERATOR = 8
-    DEVICE = 9
-    HOST_SCALAR = 10
+    SHARE = 6
+    SCALAR_LIST = 7
+    FLOAT_LIST = 8
+    GENERATOR = 9
+    DEVICE = 10
+    HOST_SCALAR = 11
 
 
 RECORDED = ("", "")
@@ -116,6 +117,8 @@ def arg_kinds(schema: torch._C.FunctionSchema, base: str) -> list[ArgKind]:
         return [ArgKind.CONST if kind is ArgKind.SCALAR else kind for kind in kinds]
     if base.startswith(("pow", "_foreach_pow")):  # an integer exponent chooses the formula
         return [ArgKind.EXPONENT if kind is ArgKind.SCALAR else kind for kind in kinds]
+    if base.startswith("_scaled_dot_product"):  # kernels that know that nothing drops draw nothing
+        return [ArgKind.SHARE if arg.name == "dropout_p" else kind for kind, arg in zip(kinds, schema.arguments)]
     return kinds
 
 

@@ -1,153 +1,63 @@
-"""Attention with dropout in kernels of our own: numbers, what drops, the plan around them, and why ATen is called instead."""
+"""Attention in kernels of our own: numbers, what drops, the plan around them, and why ATen is called instead."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from attentions import CUDNN, FLASH, NAMES, SEED, START, Case, bits_of
 from graphs import CACHE, compile_all, execute, kernels, typed
-from recording import Recording
 
 from codegen import attention, triton_compile
-from codegen.attention_source import PRECISION
+from codegen.attention_source import FORWARD, KEYS, PRECISION, QUERIES, without_drops
 from codegen.combo import combine
 from codegen.engine import Context
 from codegen.fuse import plan
 from codegen.kernel import Offset, Plan
-from ir_nodes import Access, BufferKind, Graph, Layout, settings
+from ir_nodes import Layout, settings
 from ir_nodes.remarks import Remarks
 from tests.device import ON_GPU
 
-SEED, START = 0x123456789ABCDEF, 8
-NAMES = ("attention_draw", "attention_forward", "attention_backward_queries", "attention_backward_keys")
-CUDNN, FLASH = attention.CUDNN, attention.FLASH
+
+CASES = {
+    "causal": Case(), "other keys": Case((1, 2, 128, 192, 64), causal=False),
+    "float16, a scale": Case((2, 2, 64, 64, 64), p=0.5, scale=0.3, dtype=torch.float16),
+    "flash": Case((1, 5, 192, 192, 64), target=FLASH), "two gradients": Case((1, 1, 128, 128, 64), backwards=2),
+    "p is 0": Case((1, 2, 64, 64, 64), p=0.0), "all drops": Case((1, 2, 64, 128, 64), causal=False, p=1.0),
+    "no gradient": Case((1, 1, 64, 64, 64), backwards=0),
+}  # fmt: skip
+CASES |= {f"{name}, none drops": replace(case, p=None, tensors={}, access={}) for name, case in CASES.items() if case.p == 0.25}
+CASES["float16, a scale, none drops"] = Case((2, 2, 64, 64, 64), p=None, scale=0.3, dtype=torch.float16)
 
 
-@dataclass
-class Case:
-    """A forward and its backward as they are recorded on CUDA. ``sizes``: batch, heads, queries, keys, elements of a head."""
-
-    sizes: tuple[int, int, int, int, int] = (2, 3, 128, 128, 64)
-    causal: bool = True
-    p: float = 0.25
-    scale: float | None = None
-    dtype: torch.dtype = torch.bfloat16
-    target: str = CUDNN
-    backwards: int = 1
-    held: str = ""  # "sums": a tensor holds the forward's second result
-    biased: bool = False
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    access: dict[str, Access] = field(default_factory=dict)
-
-    def recording(self) -> Recording:
-        graph, inputs = Graph(), {}
-        batch, heads, queries, keys, width = self.sizes
-        generator = torch.Generator().manual_seed(0)
-
-        def given(name: str, length: int, seen: bool = True) -> Access:
-            parts = 3 if seen else 1  # q, k and v are parts of what one product made
-            data = torch.randn(batch, length, parts, heads, width, generator=generator).to(self.dtype)
-            tensor = data[:, :, parts - 1].transpose(1, 2)
-            buffer = graph.add_buffer(data.nbytes, BufferKind.INPUT)
-            inputs[buffer.index] = data.untyped_storage()
-            self.tensors[name] = tensor
-            self.access[name] = Access(buffer, Layout(self.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()))
-            return self.access[name]
-
-        def fresh(name: str, shape: tuple[int, ...], dtype: torch.dtype, live: bool = False, inside: bool = False) -> Access:
-            tensor = torch.empty(shape, dtype=dtype)
-            if inside:
-                tensor = torch.empty(shape[0], shape[2], shape[1], shape[3], dtype=dtype).transpose(1, 2)
-            self.tensors[name] = tensor
-            self.access[name] = Access(graph.add_buffer(tensor.nbytes, live=live), Layout(dtype, shape, tensor.stride(), 0), "w")
-            return self.access[name]
-
-        def read(name: str) -> Access:
-            return replace(self.access[name], mode="r")
-
-        q, k, v = given("q", queries), given("k", keys), given("v", keys)
-        state = Access(graph.add_buffer(16, BufferKind.GENERATOR, live=True), Layout.contiguous(torch.uint8, (16,)), "rw")
-        inputs[state.buffer.index] = torch.tensor([SEED, START])
-        self.access["state"] = state
-        p = graph.add_scalar("float")
-        scale = None if self.scale is None else graph.add_scalar("float")
-        bias = given("bias", queries, False) if self.biased else None
-        out = fresh("out", (batch, heads, queries, width), self.dtype, True, True)
-        results = [out, fresh("sums", (batch, heads, queries, 1), torch.float32, self.held == "sums"), None, None,
-                   fresh("seed", (), torch.int64), fresh("offset", (), torch.int64), None]
-        flash = self.target == FLASH
-        before = [q, k, v] if flash else [q, k, v, bias, True]
-        graph.record(self.target, [*before, p, self.causal, False, scale], results, [state])
-        for number in range(self.backwards):
-            grad = given(f"grad{number}", queries, False)
-            made = [fresh(f"d{name}{number}", tuple(self.access[name].layout.size), self.dtype, True, True) for name in "qkv"]
-            seed, ends = [read("seed"), read("offset")], [None, None, queries, keys]
-            lasts = [*ends, p, self.causal, *seed] if flash else [*seed, None, *ends, p, self.causal]
-            graph.record(f"{self.target}_backward", [grad, q, k, v, read("out"), read("sums"), *lasts, scale], made)
-        data = {index: torch.tensor([], dtype=torch.uint8).set_(one) if isinstance(one, torch.UntypedStorage)
-                else one.view(torch.uint8) for index, one in inputs.items()}
-        return Recording(graph, data, [self.p] + ([] if self.scale is None else [self.scale]))
-
-    def planned(self, recording: Recording, remarks: Remarks | None = None) -> Plan:
-        return attention.with_kernels(plan(recording.graph), recording.graph, recording.scalars, remarks)
-
-    def reference(self, kept: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Result and gradients in float64, where ``kept`` says what does not drop."""
-        q, k, v = (self.tensors[name].double().requires_grad_() for name in "qkv")
-        scores = q @ k.transpose(2, 3) * (self.sizes[4] ** -0.5 if self.scale is None else self.scale)
-        if self.causal:
-            scores = scores.masked_fill(torch.ones(scores.shape[2:]).triu(1).bool(), -torch.inf)
-        share = round((1 - self.p) * (1 << PRECISION)) / (1 << PRECISION)
-        out = (scores.softmax(-1) * kept / max(share, 1e-9)) @ v
-        found = {"out": out}
-        for number in range(self.backwards):
-            given = self.tensors[f"grad{number}"].double()
-            made = torch.autograd.grad(out, (q, k, v), given, retain_graph=True)
-            found.update({f"d{name}{number}": one for name, one in zip("qkv", made)})
-        return found
-
-
-def bits_of(case: Case, made: Plan, recording: Recording) -> torch.Tensor:
-    """What the first kernel draws, by itself, as [batch, heads, queries, keys]."""
-    batch, heads, queries, keys, _ = case.sizes
-    step = kernels(made)[0]
-    scratch: dict[int, torch.Tensor] = {}
-    memory = {index: data.clone() for index, data in recording.inputs.items()}
-    from codegen import interpreted
-
-    interpreted.run_kernel(step, memory, scratch, recording.scalars, CACHE)
-    (words,) = scratch.values()
-    words = words.view(torch.int32).view(batch, heads, keys // 32, 1, queries)
-    bits = words >> torch.arange(32, dtype=torch.int32).view(32, 1) & 1
-    return bits.reshape(batch, heads, keys, queries).transpose(2, 3)
-
-
-CASES = [Case(), Case((1, 2, 128, 192, 64), causal=False), Case((2, 2, 64, 64, 64), p=0.5, scale=0.3, dtype=torch.float16),
-         Case((1, 5, 192, 192, 64), target=FLASH), Case((1, 1, 128, 128, 64), backwards=2), Case((1, 2, 64, 64, 64), p=0.0),
-         Case((1, 2, 64, 128, 64), causal=False, p=1.0), Case((1, 1, 64, 64, 64), backwards=0)]
-
-
-@pytest.mark.parametrize("case", CASES, ids=["causal", "other keys", "float16, a scale", "flash", "two gradients", "p is 0",
-                                             "all drops", "no gradient"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.skipif(ON_GPU, reason="the interpreter runs kernels that are made for it; a GPU's: test_lazy_backend_attention.py")
 def test_result_and_gradients_are_those_of_the_definition(case: Case) -> None:
+    """Where it is known that nothing drops, nothing is drawn, and the generator does not move on."""
     recording = case.recording()
-    now, recording.scalars[0] = recording.scalars[0], 0.25  # compiled with this, run with another: it is an input
     made = case.planned(recording)
-    recording.scalars[0] = now
-    assert [step.kernel.name for step in kernels(made)] == [*NAMES[:2], *NAMES[2:] * case.backwards]
+    draws = case.p is not None
+    assert [step.kernel.name for step in kernels(made)] == [*NAMES[:draws], NAMES[1], *NAMES[2:] * case.backwards]
+    assert any(name in ("p", "words") for step in kernels(made) for name, _ in step.kernel.signature) == draws
     compile_all(made)
-    kept = bits_of(case, made, recording)
+    kept = bits_of(case, made, recording) if draws else 1.0
+    memory = execute(recording, made)
     for name, wanted in case.reference(kept).items():
-        memory = execute(recording, made) if name == "out" else memory  # noqa: F821
         found = typed(memory[case.access[name].buffer.index], case.tensors[name])
         assert torch.isfinite(found).all()
         assert (found.double() - wanted).norm() <= (0.012 if case.dtype is torch.bfloat16 else 0.003) * wanted.norm() + 1e-9, name
     seed, offset = memory[case.access["state"].buffer.index].view(torch.int64).tolist()
-    step = kernels(made)[0]
-    assert (seed, offset) == (SEED, START + next(arg.increment for arg in step.args if isinstance(arg, Offset)))
+    increments = [arg.increment for step in kernels(made) for arg in step.args if isinstance(arg, Offset)]
+    assert (seed, offset) == (SEED, START + sum(increments)) and len(increments) == draws
+
+
+@pytest.mark.parametrize("text", [FORWARD, QUERIES, KEYS], ids=["forward", "queries", "keys"])
+def test_no_word_of_dropping_is_left_where_nothing_drops(text: str) -> None:
+    found = without_drops(text)
+    assert not [word for word in ("drop", "kept", "words", "share", "_inverse") if word in found]
+    assert text.count("tl.dot(") == found.count("tl.dot(") and text.count("_add(") == found.count("_add(")
 
 
 @pytest.mark.parametrize("p", [0.1, 0.25, 0.5, 0.9])
@@ -178,7 +88,7 @@ def test_the_generator_moves_on_as_eager_modes_does() -> None:
 
 
 REFUSED = [
-    (Case(p=0.0), "nothing drops"), (Case(held="sums"), "no part of the same recording"), (Case(biased=True), "a bias"),
+    (Case(mismatch=True), "another share"), (Case(held="sums"), "no part of the same recording"), (Case(biased=True), "a bias"),
     (Case((2, 3, 128, 128, 32)), "32 elements, not 64"), (Case((2, 3, 100, 100, 64)), "no multiple of 64"),
     (Case((2, 3, 64, 128, 64)), "other queries than keys"), (Case(dtype=torch.float32), "16 bits"),
 ]  # fmt: skip
@@ -205,13 +115,13 @@ def test_programs_that_may_draw_again_are_left_to_aten() -> None:
     """Else a checkpointed layer might drop other elements in its second run, which another recording holds."""
     recording, remarks = Case().recording(), Remarks()
     made = plan(recording.graph)
-    with settings.override(attention="triton"):
-        context = Context(True, 0, CACHE, numbers=recording.scalars, remarks=remarks, redraws=True)
-        assert attention.use_kernels(made, recording.graph, context) is made
+    assert attention.with_kernels(made, recording.graph, remarks, redraws=True) is made
     assert "generator's state" in remarks.all()[0][0].why
+    recording = Case(p=None).recording()
+    assert len(kernels(attention.with_kernels(plan(recording.graph), recording.graph, redraws=True))) == 3, "nothing is drawn"
 
 
-def test_older_gpus_are_left_to_aten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_gpus_are_left_to_aten_and_so_are_programs_that_may_draw_again(monkeypatch: pytest.MonkeyPatch) -> None:
     recording, remarks = Case().recording(), Remarks()
     made = plan(recording.graph)
     with settings.override(attention="triton"):
@@ -220,7 +130,10 @@ def test_older_gpus_are_left_to_aten(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(kernels(attention.use_kernels(made, recording.graph, context))) == 4
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
         assert attention.use_kernels(made, recording.graph, context) is made
-    assert "Hopper" in remarks.all()[-1][0].why
+        assert "Hopper" in remarks.all()[-1][0].why
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        context = Context(True, 0, CACHE, numbers=recording.scalars, remarks=remarks, redraws=True)
+        assert attention.use_kernels(made, recording.graph, context) is made
 
 
 def test_layouts_that_kernels_do_not_read_are_refused() -> None:
@@ -259,10 +172,12 @@ def ancestors(made: Plan, index: int) -> set[int]:
     return found
 
 
-def test_products_are_the_tensor_cores_and_words_do_not_spill() -> None:
+@pytest.mark.parametrize("p", [0.25, None], ids=["some drop", "none drop"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "not causal"])
+def test_products_are_the_tensor_cores_and_words_do_not_spill(p: float | None, causal: bool) -> None:
     """Bits become a tile of scores in registers: only words pass through shared memory."""
-    made = Case((4, 12, 1024, 1024, 64)).planned(Case((4, 12, 1024, 1024, 64)).recording())
-    for step in kernels(made)[1:]:
+    case = Case((4, 12, 1024, 1024, 64), causal=causal, p=p)
+    for step in kernels(case.planned(case.recording()))[-3:]:
         ptx = triton_compile.compile_for_hopper(step.kernel, CACHE).handle.asm["ptx"]
         assert "wgmma.mma_async" in ptx and "ld.local" not in ptx and "st.local" not in ptx
         assert "mma.sync" not in ptx.replace("wgmma.mma_async.sync", "")

@@ -1,4 +1,4 @@
-"""Attention with dropout on a GPU in kernels of our own, in whole steps: numbers, masks, draws, CUDA graphs."""
+"""Attention on a GPU in kernels of our own, in whole steps: numbers, masks, draws, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor
 
 import lazy_backend
 from codegen.attention import CAPABILITY
-from ir_nodes import settings
+from codegen.attention_joined import JOINED
+from ir_nodes import ops, settings
 from lazy_backend import orders
 from tests.device import DEVICE, ON_GPU
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.skipif(not ON_GPU or torch.cuda.get_device_capability()
                                 reason="the kernels are for GPUs from Hopper on; tests of codegen run them in the interpreter")
 
 NOTHING = 1e-6
-"""A share that drops nothing, but is more than zero."""
+"""A share that drops nothing, but is more than zero, so that kernels are called that could."""
 
 
 @pytest.fixture(autouse=True)
@@ -53,10 +54,11 @@ def replaced(run: object) -> bool:
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "not causal"])
 @pytest.mark.parametrize(("queries", "keys"), [(64, 64), (128, 192), (1024, 1024)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-def test_without_losses_it_is_eager_modes_attention(queries: int, keys: int, causal: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("p", [NOTHING, 0.0])
+def test_without_losses_it_is_eager_modes_attention(p: float, queries: int, keys: int, causal: bool, dtype: torch.dtype) -> None:
     if causal and queries != keys:
         pytest.skip("refused: causal attention of other queries than keys")
-    ours = attend(*inputs(2, 3, queries, keys, DEVICE, dtype), NOTHING, causal)
+    ours = attend(*inputs(2, 3, queries, keys, DEVICE, dtype), p, causal)
     theirs = attend(*inputs(2, 3, queries, keys, "cuda", dtype), 0.0, causal)
     for made, wanted in zip(ours, theirs):
         wanted = wanted.float().cpu()
@@ -88,13 +90,14 @@ def test_gradients_follow_from_the_masked_result(p: float) -> None:
     assert abs((dq * q.detach().cpu().double()).sum() - (dk * k.detach().cpu().double()).sum()) < 0.1 * spread  # of q k^T alone
 
 
-def test_other_draws_stay_eager_modes() -> None:
+@pytest.mark.parametrize("p", [0.1, 0.0])
+def test_other_draws_stay_eager_modes(p: float) -> None:
     def numbers(device: str) -> tuple[Tensor, Tensor]:
         torch.manual_seed(3)
         q, k, v, grad = inputs(2, 3, 128, 128, device)
         torch.manual_seed(4)
         before = torch.rand(100, device=device)
-        attend(q, k, v, grad, 0.1, True)
+        attend(q, k, v, grad, p, True)
         return before.cpu(), torch.rand(100, device=device).cpu()
 
     for ours, theirs in zip(numbers(DEVICE), numbers("cuda")):
@@ -123,10 +126,69 @@ def test_replayed_steps_draw_anew_and_repeat_with_the_seed() -> None:
     assert lazy_backend.stats()["compiles"] <= before + 1, "reading what is held is compiled once"
 
 
+def test_a_share_of_zero_has_a_program_of_its_own() -> None:
+    """In which nothing can drop, so none of the others may run it; it repeats bit by bit, in CUDA graphs, too."""
+    q, k, v, grad = inputs(2, 3, 128, 128, DEVICE)
+
+    def run(p: float) -> list[Tensor]:
+        found = attend(q, k, v, grad, p, True)
+        lazy_backend.mark_step()
+        return [one.cpu() for one in found]
+
+    first = run(0.0)
+    for _ in range(5):
+        assert all(torch.equal(one, two) for one, two in zip(first, run(0.0)))
+    assert (run(0.5)[0] == 0).any() and not (first[0] == 0).any(), "the first query attends to one key, which drops or not"
+    assert all(torch.equal(one, two) for one, two in zip(first, run(0.0)))
+
+
+def of_one_product(x: Tensor, weight: Tensor, bias: Tensor, p: float) -> list[Tensor]:
+    """Attention of what one product makes of ``x``, as in GPT-2, and the gradients of all three."""
+    given = [one.detach().requires_grad_() for one in (x, weight, bias)]
+    batch, length, width = x.shape
+    parts = F.linear(*given).split(width, 2)
+    q, k, v = (part.view(batch, length, width // 64, 64).transpose(1, 2) for part in parts)
+    out = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True).transpose(1, 2).reshape(x.shape)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), given)]
+
+
+@pytest.mark.parametrize("p", [NOTHING, 0.0])
+def test_kernels_put_gradients_side_by_side_for_one_products_backward(p: float) -> None:
+    torch.manual_seed(2)
+    given = [torch.randn(2, 128, 192), torch.randn(576, 192) / 14, torch.randn(576)]
+    ours, theirs = ([one.to(device, torch.bfloat16) for one in given] for device in (DEVICE, "cuda"))
+    for _ in range(3):  # launched, captured, replayed
+        found = of_one_product(*ours, p)
+        lazy_backend.mark_step()
+    for made, wanted in zip(found, of_one_product(*theirs, 0.0)):
+        assert (made.cpu().float() - wanted.cpu().float()).norm() < 0.02 * wanted.cpu().float().norm()
+    report = str(lazy_backend.explain(lambda: of_one_product(*ours, p)))
+    assert "attention_backward_keys" in report and "autograd would concatenate" in report
+
+
+@pytest.mark.parametrize("target", JOINED)
+def test_another_engine_could_call_the_op_that_joins_gradients(target: str) -> None:
+    q, k, v, grad = inputs(2, 3, 128, 128, "cuda")
+    forward = [q.detach(), k.detach(), v.detach(), *([None, True] if "cudnn" in target else []), 0.0, True]
+    out, sums, *_, seed, offset, _ = ops.overload(target.removesuffix("_backward"))(*forward)
+    ends = [None, None, 128, 128, 0.0, True]
+    lasts = [seed, offset, None, *ends] if "cudnn" in target else [*ends, seed, offset]
+    args = [grad, *forward[:3], out, sums, *lasts]
+    apart = torch.cat([one.transpose(1, 2).flatten(2) for one in ops.overload(target)(*args)], 2)
+    torch.testing.assert_close(ops.overload(JOINED[target])(*args), apart, rtol=1e-2, atol=1e-2)
+
+
+def test_inference_without_dropout_is_eager_modes_attention() -> None:
+    with torch.no_grad():
+        made, wanted = (F.scaled_dot_product_attention(*inputs(2, 3, 128, 128, device)[:3], is_causal=True).cpu().float()
+                        for device in (DEVICE, "cuda"))
+    assert (made - wanted).norm() < 0.01 * wanted.norm()
+
+
 def test_the_report_tells_who_attends() -> None:
     q, k, v, grad = inputs(2, 3, 128, 128, DEVICE)
-    assert replaced(lambda: attend(q, k, v, grad, 0.1, True))
+    assert replaced(lambda: attend(q, k, v, grad, 0.1, True)) and replaced(lambda: attend(q, k, v, grad, 0.0, True))
     torch.lazysched.get_rng_state()  # as a checkpointed layer does, which must drop the same elements in its second run
-    assert not replaced(lambda: attend(q, k, v, grad, 0.2, True))
+    assert not replaced(lambda: attend(q, k, v, grad, 0.2, True)) and replaced(lambda: attend(q, k, v, grad, 0.0, True))
     with settings.override(attention="eager"):
         assert not replaced(lambda: attend(q, k, v, grad, 0.15, False))

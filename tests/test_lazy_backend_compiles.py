@@ -8,6 +8,7 @@ import torch._lazy.metrics
 from torch import nn
 
 import lazy_backend
+from lazy_backend import core, schema
 
 DEVICE = "lazysched"
 
@@ -94,6 +95,32 @@ def test_numbers_that_change_are_inputs() -> None:
         torch.testing.assert_close(y.cpu(), want)
         seen.append(compiles())
     assert seen[-1] == seen[3]
+
+
+def test_a_share_that_drops_is_an_input_and_one_of_zero_a_constant() -> None:
+    """Kernels that know that nothing drops must not run where something does; of other shares none is worth a program."""
+    q = torch.ones(1, 1, 4, 8, device=DEVICE)
+    lazy_backend.mark_step()
+
+    def numbers(p: float, scale: float) -> list[float]:
+        made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, p, False, scale=scale)
+        found = core.get().trace_for([], 0).scalars()
+        del made  # nobody runs it: a CPU's kernel refuses to drop
+        lazy_backend.mark_step()
+        return found
+
+    for p in (0.1, 0.5, 1.0, 1e-300):
+        assert numbers(p, 0.25) == [p, 0.25]
+    for p in (0.0, -0.0):
+        assert numbers(p, 0.0) == [0.0], "of a scale 0 is a number like any other"
+
+
+@pytest.mark.parametrize("name", ["_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention"])
+def test_forward_and_backward_of_attention_know_shares_of_zero(name: str) -> None:
+    for target in (f"aten::{name}", f"aten::{name}_backward"):
+        names = [arg.name for arg in torch._C._get_schema(target, "").arguments]
+        kinds = dict(zip(names, (kind for kind, _ in schema.read(target).args)))
+        assert [one for one in kinds if kinds[one] == schema.ArgKind.SHARE] == ["dropout_p"]
 
 
 def test_a_seed_that_changes_does_not_compile() -> None:
