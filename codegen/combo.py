@@ -12,15 +12,13 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Callable, Hashable, Iterator, Sequence
 
-from codegen.combo_source import MAX_BYTES, MAX_LANES, MOST_LARGE, ComboWriter, Lane, is_large, lanes_of, pieces
-from codegen.kernel import ExternStep, KernelStep, Offset, Plan, Refusal, Seed, Temporary
+from codegen.combo_launches import KernelKey, Step, kernel_key, launches
+from codegen.combo_source import MAX_LANES
+from codegen.kernel import ExternStep, KernelStep, Plan, Refusal, Temporary
 from ir_nodes import settings
 from ir_nodes.node import Value
 
-Step = KernelStep | ExternStep
 Held = Value | Temporary
-KernelKey = tuple[str, str, Hashable, Hashable, Hashable]
-"""Name, source, signature, what is divisible by 16, blocks and warps."""
 
 TINY = 1 << 20
 """Bytes that a step may touch to share a launch with other kernels: what is larger does not wait for launches."""
@@ -80,7 +78,7 @@ def combine(plan: Plan) -> Plan:
         return replace(plan, refusals=plan.refusals + tuple(joiner.refusals))
     steps: list[Step] = []
     for item in in_order(roots):
-        steps += launches(item, plan.steps)
+        steps += launches([plan.steps[index] for index in item.steps])
     return replace(plan, steps=tuple(steps), refusals=plan.refusals + tuple(joiner.refusals), needs=())
 
 
@@ -115,18 +113,6 @@ def size_of(value: Held) -> int:
 def moved(step: Step, value: Held) -> int:
     """Bytes of ``value`` that ``step`` reads or writes."""
     return step.bytes_of(value) if isinstance(step, KernelStep) else size_of(value)
-
-
-def kernel_key(step: Step) -> KernelKey | None:
-    """Equal for steps that one lane can run; None for those that no combo can."""
-    if isinstance(step, ExternStep) or step.grid[1:] != (1, 1) or 8 * len(step.args) + 16 > MAX_BYTES:
-        return None
-    kernel = step.kernel
-    draws = any(isinstance(arg, (Seed, Offset)) for arg in step.args)  # a generator moves on by one launch at a time
-    if draws or pieces(kernel.source, kernel.name) is None:
-        return None
-    blocks = None if step.flat else (kernel.constexprs, kernel.num_warps)
-    return (kernel.name, kernel.source, kernel.signature, kernel.divisible, blocks)
 
 
 def items_of(plan: Plan) -> list[Item]:
@@ -273,30 +259,3 @@ def in_order(items: Sequence[Item]) -> Iterator[Item]:
             if not waiting[follower]:
                 heapq.heappush(ready, (follower.stage, follower.steps[0], follower))
     assert not left, "combining made a cycle"
-
-
-def launches(item: Item, steps: Sequence[Step]) -> list[Step]:
-    """The item's steps in as few launches as arguments allow."""
-    if len(item.steps) == 1:
-        return [steps[item.steps[0]]]
-    by_kernel: dict[KernelKey | None, list[KernelStep]] = {}
-    for index in item.steps:
-        step = steps[index]
-        assert isinstance(step, KernelStep)
-        by_kernel.setdefault(kernel_key(step), []).append(step)
-    lanes = [lane for same in by_kernel.values() for lane in lanes_of(same)]
-    return [packed[0].steps[0] if len(packed) == len(packed[0].steps) == 1 else ComboWriter(packed).step()
-            for packed in pack(lanes)]
-
-
-def pack(lanes: Sequence[Lane]) -> list[list[Lane]]:
-    """The lanes, in order, by launch."""
-    packed: list[list[Lane]] = []
-    for lane in lanes:
-        together = [*(packed[-1] if packed else []), lane]
-        many = any(is_large(one.steps[0]) for one in together) and sum(len(one.steps) for one in together) > MOST_LARGE
-        if packed and not many and len(together) <= MAX_LANES and sum(one.nbytes for one in together) <= MAX_BYTES:
-            packed[-1] = together
-        else:
-            packed.append([lane])
-    return packed

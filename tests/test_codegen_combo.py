@@ -168,6 +168,27 @@ def test_large_results_do_not_wait_for_a_shared_launch(monkeypatch: pytest.Monke
     assert len(kernels(combine(plan(updates(1 << 10, 1 << 13))))) == 2, "small ones are many"
 
 
+def test_large_neighbours_wait_no_longer_than_they_do() -> None:
+    """As a rotary embedding's queries and keys: what they are made of lies far apart, but nothing lies between them."""
+    def embedded(apart: bool) -> Plan:
+        graph, layout = Graph(), Layout.contiguous(torch.float32, (1 << 22,))
+        square = Layout.contiguous(torch.float32, (1 << 13, 1 << 13))
+        work, source = (graph.add_buffer(one.nbytes, BufferKind.INPUT) for one in (square, layout))
+        totals = [graph.add_buffer(layout.nbytes, BufferKind.INPUT, True) for _ in range(2)]
+        made = [graph.add_buffer(layout.nbytes) for _ in range(2)]
+        for one in made:
+            graph.record("aten::digamma", [Access(source, layout)], [Access(one, layout, "w")])
+        for one, total in zip(made, totals):
+            graph.record("aten::add_.Tensor", [Access(total, layout, "rw"), Access(one, layout), 1])
+            if apart:
+                result = graph.add_buffer(square.nbytes, live=True)
+                graph.record("aten::mm", [Access(work, square), Access(work, square)], [Access(result, square, "w")])
+        return combine(plan(graph))
+
+    assert len(kernels(embedded(False))) == 1
+    assert len(kernels(embedded(True))) == 2 and "large results would be held for longer" in reasons(embedded(True))
+
+
 # How it is written
 
 
