@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
+from typing import Any
 
+import children
 import pytest
 import torch
 import torch.nn.functional as F
+from cublaslt import FakeCublasLt, Measured, in_place_of
 from torch import Tensor, nn
 
 import lazy_backend
 from barriers.passes.product_sums import ONTO
+from codegen import triton_engine
+from codegen.kernel import Plan
+from codegen.products import with_algorithms
 from ir_nodes import settings
 from lazy_backend import flush
-from tests.device import DEVICE
+from tests.device import DEVICE, ON_GPU
 
 WIDTH, STEPS = 32, 4
 LAYERS = 2
@@ -80,6 +87,32 @@ def test_training_with_and_without(added: bool, monkeypatch: pytest.MonkeyPatch,
     for mine, theirs, true in zip(ours, eager, truth):
         off, before = (float((one.double() - true).norm()) for one in (mine, theirs))
         assert off <= 1.5 * before + 2e-3 * float(true.norm()), (off, before)
+
+
+def by_the_library() -> None:
+    """Runs in a process whose engine is Triton's interpreter: every product is the library's second suggestion."""
+    plain, functions, chosen = triton_engine.plan, FakeCublasLt(), list[str]()
+
+    def plan(graph: Any, **given: Any) -> Plan:
+        made = with_algorithms(plain(graph, **given), Path(tempfile.mkdtemp()), 0, Measured(3.0, 2.0, 1.0, 2.0))
+        chosen.extend(step.node.name for step in made.steps if getattr(step, "algorithm", None))
+        return made
+
+    with pytest.MonkeyPatch.context() as patch, in_place_of(functions):
+        patch.setattr(triton_engine, "plan", plan)
+        patch.setattr(flush, "replays", lambda: True)
+        ours, found = watched(2)
+    assert max(found) == SUMS and chosen.count("addmm_") == sum(found), (found, chosen)
+    assert sum(call.beta == 1 for call in functions.calls) >= SUMS * STEPS
+    for mine, theirs, true in zip(ours, train("cpu", 2), train("cpu", 2, torch.float64)):
+        off, before = (float((one.double() - true).norm()) for one in (mine, theirs))
+        assert off <= 1.5 * before + 2e-3 * float(true.norm()), (off, before)
+
+
+@pytest.mark.skipif(ON_GPU, reason="a library that multiplies on the CPU stands for the GPU's")
+def test_training_by_the_librarys_algorithms() -> None:
+    done = children.call(by_the_library, engine="triton", device="cpu")
+    assert "gives up" not in done.stderr, done.stderr
 
 
 def test_explain_tells(monkeypatch: pytest.MonkeyPatch) -> None:
