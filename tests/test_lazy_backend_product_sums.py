@@ -23,30 +23,35 @@ from lazy_backend import flush
 from tests.device import DEVICE, ON_GPU
 
 WIDTH, STEPS = 32, 4
-LAYERS = 2
-SUMS = LAYERS * (2 + 1)
+LAYERS = (False, True)
+SUMS = len(LAYERS) * (2 + 1)
 """Of queries, keys and values two, of a gate and what it lets through one."""
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    """``after``: norms come behind residuals, as in BERT, so that these join the sums, else before the products, as in Llama."""
+
+    def __init__(self, after: bool) -> None:
         super().__init__()
+        self.after = after
         self.norm, self.norm2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
         self.gate, self.up = (nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(2))
         self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
+        y = x if self.after else self.norm(x)
         scores = self.q(y) @ self.k(y).transpose(1, 2) * WIDTH**-0.5
         x = x + self.out(scores.softmax(-1) @ self.v(y))
-        y = self.norm2(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        x = self.norm(x) if self.after else x
+        y = x if self.after else self.norm2(x)
+        x = x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return self.norm2(x) if self.after else x
 
 
 def build() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Layer() for _ in range(LAYERS))).to(torch.bfloat16)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Layer(after) for after in LAYERS)).to(torch.bfloat16)
 
 
 def train(device: str, batch: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
@@ -125,8 +130,8 @@ def test_explain_tells(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with settings.override(engine="triton", autotune=True):
         told = str(lazy_backend.explain(step))
-    assert f"mm and mm and add: the later product adds to what the earlier one has left ({2 * LAYERS} times)" in told, told
-    assert f"addmm_ and mm and add: the later product adds to what the earlier one has left ({LAYERS} times)" in told
+    assert f"mm and mm and add: the later product adds to what the earlier one has left (4 times)" in told, told
+    assert f"addmm_ and mm and add: the later product adds to what the earlier one has left (2 times)" in told
     assert "what it is added to is no product's result" in told
 
 
