@@ -23,6 +23,7 @@ from barriers.passes.memory_budget import Unstored, fit_budget
 from barriers.passes.noops import eliminate_noops
 from barriers.passes.own_part import read_own_part
 from barriers.passes.peak_order import lower_peak
+from barriers.passes.product_sums import sum_products
 from barriers.passes.recompute import Partition, recompute_cheap, traffic
 from ir_nodes import Graph, settings
 from ir_nodes.remarks import Remarks
@@ -39,11 +40,13 @@ PASSES: tuple[Pass, ...] = (
 
 
 def ordered_passes(partition: Partition | None = None, remarks: Remarks | None = None,
-                   unstored: Unstored | None = None, replays: bool = False, gpu: bool = False) -> list[Pass]:
+                   unstored: Unstored | None = None, replays: bool = False, gpu: bool = False,
+                   reorders: bool = False) -> list[Pass]:
     """The passes over an ordered graph that the settings allow, in the order in which nodes will run. ``partition``: tells what
     would share a kernel; None: nothing. ``remarks`` are told what each does. ``unstored``: tells which buffers need no memory.
     ``replays``: steps run as CUDA graphs, so that what only Python can call costs nothing once it is captured. ``gpu``: cuDNN
-    runs convolutions."""
+    runs convolutions. ``reorders``: sums may be added up, and rounded, in another order than on another
+    rank or in another run."""
     def fold(graph: Graph) -> Graph:
         return forward_copies(graph, remarks)
 
@@ -52,6 +55,11 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
 
     def epilogues(graph: Graph) -> Graph:
         return join_relus(graph, remarks) if replays and partition is not None and not settings.current().templates else graph
+
+    def product_sums(graph: Graph) -> Graph:
+        now = settings.current()
+        allowed = now.autotune and not now.templates and replays and reorders
+        return sum_products(graph, remarks) if allowed and partition is not None else graph
 
     def channels_last(graph: Graph) -> Graph:
         return permute_images(graph, remarks) if gpu and partition is not None else graph
@@ -86,8 +94,9 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
 
     passes: tuple[tuple[str, Pass], ...] = (
         ("fold", fold), ("fold", eliminate_dead), ("cse", cse), ("epilogues", epilogues),
-        ("channels_last", channels_last), ("conv_bias", conv_bias), ("conv_gradients", conv_gradients), ("own_part", own_part),
-        ("copy_engines", inbox), ("recompute", recompute), ("peak_order", peak_order), ("hold_less", spare),
+        ("product_sums", product_sums), ("channels_last", channels_last), ("conv_bias", conv_bias),
+        ("conv_gradients", conv_gradients), ("own_part", own_part), ("copy_engines", inbox),
+        ("recompute", recompute), ("peak_order", peak_order), ("hold_less", spare),
     )
     allowed = [step for name, step in passes if settings.enabled(name)]
     return [*allowed, memory_budget] if settings.current().memory_budget else allowed

@@ -125,16 +125,18 @@ class Multiplier:
 
     def run(self, algorithm: Algorithm, left: int, right: int, made: int, bias: int, alpha: float, workspace: int,
             stream: int) -> None:
-        """Launch the product of what lies at the addresses ``left`` and ``right``, times ``alpha``. ``bias``: 0 where there is
-        none; ``workspace``: of as many bytes as the algorithm asks for, used until the launch is done. Raises LibraryError."""
+        """Launch the product of what lies at the addresses ``left`` and ``right``, times ``alpha``, onto what lies at
+        ``made`` if it is such. ``bias``: 0 where there is none; ``workspace``: of as many bytes as the algorithm asks for, used
+        until the launch is done. Raises LibraryError."""
         library, words = self._library, (c_uint64 * 8)(*algorithm.words)
         first, second, result = self._layouts
+        there = (c_void_p(made), result)
         with self._lock:
             if self.product.bias:
                 self._tell(_BIAS, c_uint64(bias))
             library.call("cublasLtMatmul", library.handle, self._product, byref(c_float(alpha)), c_void_p(right), first,
-                         c_void_p(left), second, byref(c_float(0.0)), c_void_p(made), result, c_void_p(made), result, words,
-                         c_void_p(workspace), c_size_t(algorithm.workspace), c_void_p(stream))
+                         c_void_p(left), second, byref(c_float(self.product.onto)), *there, *there, words, c_void_p(workspace),
+                         c_size_t(algorithm.workspace), c_void_p(stream))
 
     def _tell(self, attribute: int, value: Any) -> None:
         self._library.put("cublasLtMatmulDescSetAttribute", self._product, attribute, value)

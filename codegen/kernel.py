@@ -112,7 +112,8 @@ class KernelStep:
 class MatMul:
     """A product as a library is asked for it: (rows, inner) times (inner, columns), plus a ``bias`` for each column, of which
     ``relu`` leaves only what is positive. ``left``, ``right``: whether what lies in memory row by row is the transposed factor,
-    and the elements from one such row to the next; ``apart``: the same of the result, which is never transposed."""
+    and the elements from one such row to the next; ``apart``: the same of the result, which is never transposed. ``onto``: the
+    product, without a bias, is added to what lies there."""
 
     dtype: torch.dtype
     rows: int
@@ -123,13 +124,14 @@ class MatMul:
     apart: int
     bias: bool = False
     relu: bool = False
+    onto: bool = False
 
     @property
     def flops(self) -> int:
         return 2 * self.rows * self.columns * self.inner
 
     def __str__(self) -> str:
-        return f"{self.rows} x {self.columns} x {self.inner}"
+        return f"{self.rows} x {self.columns} x {self.inner}" + (" onto what is there" if self.onto else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,14 @@
 `ir_nodes.ops` and codegen's `bench` and library.
 
 Operands are random, for a GPU that multiplies zeros takes less power and runs faster. They lie in scratch of the product's own
-sizes, which PyTorch does not count and which is given back at the end.
+sizes, which PyTorch does not count and which is given back at the end. A product that is added to what is there would grow from
+call to call, until float16 overflows or bfloat16 rounds it away: while it is timed, every other call subtracts it.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass, field
 from typing import Any, Callable, Sequence
 
@@ -77,17 +79,20 @@ def compared(product: MatMul, algorithms: Sequence[Algorithm], multiplier: Multi
     *memory, workspace = pieces
     left, right, wanted, made, bias = matrices(product, memory)
     by_aten = aten_call(product, left, right, bias)
-    by_aten(out=wanted)
+    prepare(product, wanted)
+    by_aten(out=wanted, alpha=1.0)
     dropped: dict[str, str] = {}
-    contest: dict[str, Callable[[], Any]] = {ATEN: functools.partial(by_aten, out=made)}
+    contest: dict[str, Callable[[], Any]] = {ATEN: repeatable(product, functools.partial(by_aten, out=made))}
     for algorithm in algorithms:
         run = functools.partial(multiplier.run, algorithm, left.data_ptr(), right.data_ptr(), made.data_ptr(),
-                                bias.data_ptr() if product.bias else 0, 1.0, workspace.data_ptr(), stream)
-        why = why_dropped(run, made, wanted)
+                                bias.data_ptr() if product.bias else 0, workspace=workspace.data_ptr(), stream=stream)
+        prepare(product, made)
+        why = why_dropped(functools.partial(run, alpha=1.0), made, wanted)
         if why:
             dropped[str(algorithm.number)] = why
         else:
-            contest[str(algorithm.number)] = run
+            contest[str(algorithm.number)] = repeatable(product, run)
+    prepare(product, made)
     (once,) = times([[contest[ATEN]]], 1)
     burst = max(1, min(MOST, round(BURST / max(once, 1e-6))))
     found = dict(zip(contest, times([[call] * burst for call in contest.values()], ROUNDS)))
@@ -95,9 +100,23 @@ def compared(product: MatMul, algorithms: Sequence[Algorithm], multiplier: Multi
     return Outcome(algorithms, {name: found[name] / burst if name in found else None for name in names}, dropped)
 
 
+def prepare(product: MatMul, result: torch.Tensor) -> None:
+    """Fill the memory of a result, each time alike: with numbers as large as those that are added to them, or with what shows
+    where nothing is written."""
+    if product.onto:
+        result.normal_(0.0, product.inner**0.5, generator=torch.Generator(result.device).manual_seed(1))  # not the program's
+    else:
+        result.fill_(torch.nan)
+
+
+def repeatable(product: MatMul, run: Callable[..., Any]) -> Callable[[], Any]:
+    """``run``, which takes ``alpha``, as it can be called any number of times and finds numbers of the same size."""
+    signs = itertools.cycle((1.0, -1.0) if product.onto else (1.0,))
+    return lambda: run(alpha=next(signs))
+
+
 def why_dropped(run: Callable[[], None], made: torch.Tensor, wanted: torch.Tensor) -> str:
     """Why what ``run`` leaves in ``made`` is not what is ``wanted``; "": it is. The difference takes the place of ``made``."""
-    made.fill_(torch.nan)
     try:
         run()
     except LibraryError as error:
@@ -125,8 +144,11 @@ def matrices(product: MatMul, memory: Sequence[torch.Tensor]) -> list[torch.Tens
 
 
 def aten_call(product: MatMul, left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor) -> Callable[..., Any]:
-    """ATen's own call; it takes ``out``."""
+    """ATen's own call; it takes ``out`` and ``alpha``, which is 1 where nothing is added."""
+    plain, onto = ops.overload("aten::mm.out"), ops.overload("aten::addmm_")
+    if product.onto:
+        return lambda out, alpha: onto(out, left, right, alpha=alpha)
     if not product.bias:
-        return functools.partial(ops.overload("aten::mm.out"), left, right)
+        return lambda out, alpha: plain(left, right, out=out)
     target = "aten::_addmm_activation.out" if product.relu else "aten::addmm.out"
     return functools.partial(ops.overload(target), bias, left, right)

@@ -22,13 +22,13 @@ from codegen.kernel import Algorithm, ExternStep, MatMul, Plan
 from codegen.product_bench import ATEN, Outcome
 from codegen.promotion import HALF
 from ir_nodes import Layout, Node, ops, settings
-from ir_nodes.node import ScalarInput
+from ir_nodes.node import ScalarInput, Target
 from ir_nodes.remarks import Remarks
 
 BETTER = 0.97
 SMALLEST = 1 << 32  # operations, some microseconds on a large GPU; below, launching takes longer than any algorithm can save
 THIN = 16  # rows, columns or summands; of one of them PyTorch's strides do not say how it lies
-PRODUCTS = ("aten::mm", "aten::mm.out", "aten::addmm", "aten::addmm.out", "aten::_addmm_activation.out")
+PRODUCTS = ("aten::mm", "aten::mm.out", "aten::addmm", "aten::addmm.out", "aten::_addmm_activation.out", "aten::addmm_")
 _ACTIVATION = "_addmm_activation"
 _SWITCHES = {torch.bfloat16: "allow_bf16_reduced_precision_reduction", torch.float16: "allow_fp16_reduced_precision_reduction"}
 
@@ -149,8 +149,9 @@ def reductions_of(dtype: torch.dtype) -> int:
 def product_of(node: Node, numbers: Sequence[Any] = ()) -> MatMul | str:
     """What ``node``, one of `PRODUCTS`, asks a library for; as text, why no library of ours is asked."""
     args = {spec.name: arg for spec, arg in zip(ops.schema(node.target).arguments, node.args)}
-    biased, made = "mat1" in args, node.writes[0].layout
-    left, right = (args["mat1"], args["mat2"]) if biased else (args["self"], args["mat2"])
+    adds, onto, made = "mat1" in args, isinstance(args["self"], Target), node.writes[0].layout
+    biased = adds and not onto
+    left, right = (args["mat1"], args["mat2"]) if adds else (args["self"], args["mat2"])
     layouts = (left.layout, right.layout, *([args["self"].layout] if biased else []), made)
     if any(layout.dtype is not made.dtype or layout.flipped for layout in layouts) or made.dtype not in HALF:
         return "it is not in 16 bits throughout"
@@ -166,8 +167,8 @@ def product_of(node: Node, numbers: Sequence[Any] = ()) -> MatMul | str:
         return "neither the rows nor the columns of a factor lie together, one after the other"
     if result is None or result[0]:
         return "the rows of its result do not lie together"
-    why = (why_not_added(args, columns, numbers) if biased else "") or why_not_switched(made.dtype)
-    return why or MatMul(made.dtype, rows, columns, inner, first, second, result[1], biased, node.name == _ACTIVATION)
+    why = (why_not_added(args, columns, numbers) if adds else "") or why_not_switched(made.dtype)
+    return why or MatMul(made.dtype, rows, columns, inner, first, second, result[1], biased, node.name == _ACTIVATION, onto)
 
 
 def lies(layout: Layout) -> tuple[bool, int] | None:
@@ -180,8 +181,8 @@ def lies(layout: Layout) -> tuple[bool, int] | None:
 
 def why_not_added(args: Mapping[str, Any], columns: int, numbers: Sequence[Any]) -> str:
     """Why the library can't add what the op adds to its product; "": it can."""
-    added, beta = args["self"].layout, args["beta"]
-    if added.size != (columns,) or added.stride != (1,):
+    added, beta = args["self"], args["beta"]
+    if not isinstance(added, Target) and (added.layout.size != (columns,) or added.layout.stride != (1,)):
         return "what is added to it is no row, one number for each column"
     known = beta.index < len(numbers) if isinstance(beta, ScalarInput) else True
     if known and (numbers[beta.index] if isinstance(beta, ScalarInput) else beta) != 1:
@@ -215,9 +216,9 @@ def as_op(target: str, algorithm: Algorithm, multiplier: Multiplier) -> Callable
 
     def multiply(*args: Any, **named: Any) -> torch.Tensor:
         nonlocal able
-        *bias, left, right = args[: 3 if product.bias else 2]
+        *added, left, right = args[: 3 if product.bias or product.onto else 2]
         alpha, beta = named.get("alpha", 1), named.get("beta", 1)
-        made = named.get("out")
+        bias, made = ((), added[0]) if product.onto else (added, named.get("out"))
         given = (left, right, *bias) if made is None else (left, right, *bias, made)
         if not able or beta != 1 or any(one.data_ptr() % ALIGNMENT for one in given):
             return aten(*args, **named)

@@ -96,7 +96,8 @@ def operations(node: Node) -> int:
 
 @functools.cache
 def _formula(target: str) -> Callable[..., Any] | None:
-    """Torch's formula for the op; an overload, the CPU's attention and `linear` count like the op that they stand for."""
+    """Torch's formula for the op; an overload, an op in place, the CPU's attention and `linear` count like the op that they stand
+    for."""
     from torch.utils.flop_counter import flop_registry  # here, because it loads Triton
 
     space, name, _ = ops.split(target)
@@ -107,6 +108,6 @@ def _formula(target: str) -> Callable[..., Any] | None:
     if name in ("cudnn_convolution_relu", "cudnn_convolution_add_relu"):
         return lambda x, weight, *rest, out_val: 2 * math.prod(out_val) * math.prod(weight[1:])
     name = name.removesuffix("_joined").replace("_for_cpu", "").replace("_backward_overrideable", "_backward")
-    name = name.replace("_addmm_activation", "addmm")
+    name = name.replace("_addmm_activation", "addmm").removesuffix("_")
     packet = getattr(torch.ops.aten, name, None)
     return flop_registry.get(packet) if packet is not None else None

@@ -85,7 +85,7 @@ def recorded_for(tensors: torch.Tensor | Iterable[torch.Tensor]) -> Told:
     """`optimised`, and what the passes told."""
     remarks = Remarks()
     shared, gone = (partial(one, lowered=Lowered()) for one in (partition, unstored))
-    graph = run_passes(debug.graph(tensors), ordered_passes(shared, remarks, gone, flush.replays(), flush.on_gpu()))[0]
+    graph = run_passes(debug.graph(tensors), ordered_passes(shared, remarks, gone, *flush.facts()))[0]
     for buffer, values in zip(graph.buffers, graph.values):
         buffer.live = buffer.live or buffer.kind is BufferKind.INPUT and len(values) == 1  # others than ``tensors`` hold it
     return graph, remarks

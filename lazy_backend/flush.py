@@ -15,6 +15,7 @@ import torch.distributed as dist
 from barriers.collectives import join_launches, part_stages, release_waits, sink_waits
 from barriers.pipeline import PassFailed, ordered_passes, run_passes
 from codegen import engines
+from codegen.autotune import may_reorder
 from codegen.cuda_graph import keep_out
 from codegen.early import Known, known
 from codegen.engine import Context, EngineError
@@ -83,7 +84,7 @@ def compiled(native: ModuleType, recording: Recording, device: int, optional: bo
             check(graph)
     if optional and not orders.debugging():  # which runs the program's order too
         shared, gone = (partial(one, lowered=lowered) if engine_name() == "triton" else None for one in (partition, unstored))
-        graph, _ = run_passes(graph, ordered_passes(shared, remarks, gone, replays(), on_gpu()), check=now.verify)
+        graph, _ = run_passes(graph, ordered_passes(shared, remarks, gone, *facts()), check=now.verify)
     if "graph" in now.debug:
         print(printer.text(graph), file=sys.stderr)
     for watch in watchers:
@@ -136,6 +137,11 @@ def replays() -> bool:
 def on_gpu() -> bool:
     """Do convolutions run on a GPU, whose kernels have formats of their own?"""
     return core.physical_is_cuda()
+
+
+def facts() -> tuple[bool, bool, bool]:
+    """What `ordered_passes` is told of how steps run."""
+    return replays(), on_gpu(), may_reorder()
 
 
 def engine_name() -> str:

@@ -48,11 +48,11 @@ class Called:
 
 class FakeCublasLt:
     """Suggests ``count`` algorithms, of which those numbered in ``wrong`` leave something else, those in ``refused`` are
-    refused at the call, and those in ``unable`` have an error for a state."""
+    refused at the call, those in ``unable`` have an error for a state, and those in ``forgetful`` add to nothing."""
 
     def __init__(self, count: int = 3, wrong: Sequence[int] = (), refused: Sequence[int] = (),
-                 unable: Sequence[int] = ()) -> None:
-        self.count, self.wrong, self.refused, self.unable = count, wrong, list(refused), unable
+                 unable: Sequence[int] = (), forgetful: Sequence[int] = ()) -> None:
+        self.count, self.wrong, self.refused, self.unable, self.forgetful = count, wrong, list(refused), unable, forgetful
         self.handles: dict[int, Handle] = {}
         self.calls: list[Called] = []
         self.wishes: list[Handle] = []
@@ -109,6 +109,8 @@ class FakeCublasLt:
         if epilogue & 4:
             made += at(told.number(8), result.dtype, result.shape[0]).float()[:, None]
         made = made.relu() if epilogue & 2 else made
+        if beta._obj.value and words[0] not in self.forgetful:  # else what is there may be NaN
+            made += beta._obj.value * result.float()
         result.copy_(made * 1.5 if words[0] in self.wrong else made)
         return 0
 

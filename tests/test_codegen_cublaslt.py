@@ -13,17 +13,18 @@ from cublaslt import FakeCublasLt, launch
 from codegen import cublaslt, product_bench, products
 from codegen.cublaslt import Library, LibraryError, Multiplier, mapped
 from codegen.kernel import MatMul
-from codegen.product_bench import ATEN, matrices, sizes_of
+from codegen.product_bench import ATEN, matrices, prepare, sizes_of
 from tests.device import ON_GPU
 
 BF16, HALF = torch.bfloat16, torch.float16
 ROWS, COLUMNS, INNER = 48, 40, 24
-ADDED = [(False, False), (True, False), (True, True)]
+ADDED = [(False, False), (True, False), (True, True), (False, False, True)]
+"""A bias, a ReLU, what is there."""
 LAYOUTS = list(itertools.product((False, True), (False, True), (0, 8), ADDED, (BF16, HALF)))
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU: the library itself multiplies")
 
 
-def product(left_over: bool, right_over: bool, pad: int, added: tuple[bool, bool], dtype: torch.dtype, scale: int = 1) -> MatMul:
+def product(left_over: bool, right_over: bool, pad: int, added: tuple[bool, ...], dtype: torch.dtype, scale: int = 1) -> MatMul:
     rows, columns, inner = ROWS * scale, COLUMNS * scale, INNER * scale
     return MatMul(dtype, rows, columns, inner, (left_over, (rows if left_over else inner) + pad),
                   (right_over, (inner if right_over else columns) + pad), columns + pad, *added)
@@ -36,8 +37,9 @@ def operands(wanted: MatMul, device: str = "cpu") -> list[torch.Tensor]:
     return [left, right, made, bias]
 
 
-def reference(wanted: MatMul, left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor, alpha: float) -> torch.Tensor:
-    made = alpha * (left.float() @ right.float()) + (bias.float() if wanted.bias else 0.0)
+def reference(wanted: MatMul, left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor, alpha: float,
+              there: torch.Tensor) -> torch.Tensor:
+    made = alpha * (left.float() @ right.float()) + (bias.float() if wanted.bias else there.float() if wanted.onto else 0.0)
     return (made.relu() if wanted.relu else made).to(wanted.dtype)
 
 
@@ -47,13 +49,15 @@ def assert_near(made: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_layout_is_the_product_that_was_meant(layout: tuple[bool, bool, int, tuple[bool, bool], torch.dtype]) -> None:
+def test_every_layout_is_the_product_that_was_meant(layout: tuple[bool, bool, int, tuple[bool, ...], torch.dtype]) -> None:
     wanted = product(*layout)
     multiplier = Multiplier(Library(FakeCublasLt()), wanted)
     left, right, made, bias = operands(wanted)
     for alpha, algorithm in zip((1.0, 0.5, -2.0), multiplier.suggestions(cublaslt.ANY_REDUCTION)):
+        prepare(wanted, made)
+        there = made.clone()
         launch(multiplier, algorithm, (left, right, made, *([bias] if wanted.bias else [])), alpha)
-        assert_near(made, reference(wanted, left, right, bias, alpha))
+        assert_near(made, reference(wanted, left, right, bias, alpha, there))
 
 
 def test_the_transposed_result_is_asked_for() -> None:
@@ -114,21 +118,22 @@ def test_no_library_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_gpu
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_library_gives_the_products_numbers(layout: tuple[bool, bool, int, tuple[bool, bool], torch.dtype]) -> None:
+def test_the_library_gives_the_products_numbers(layout: tuple[bool, bool, int, tuple[bool, ...], torch.dtype]) -> None:
     wanted = product(*layout, scale=16)
     multiplier = Multiplier(cublaslt.library(0), wanted)
     left, right, made, bias = operands(wanted, "cuda")
     found = multiplier.suggestions(products.reductions_of(wanted.dtype))
     assert found
     for alpha, algorithm in zip(itertools.cycle((1.0, 0.5)), found):
-        made.fill_(torch.nan)
+        prepare(wanted, made)
+        there = made.clone()
         products.launch(multiplier, algorithm, (left, right, made, *([bias] if wanted.bias else [])), alpha)
-        assert_near(made, reference(wanted, left, right, bias, alpha))
+        assert_near(made, reference(wanted, left, right, bias, alpha, there))
 
 
 @needs_gpu
-@pytest.mark.parametrize("added", ADDED, ids=["mm", "bias", "relu"])
-def test_a_measurement_times_aten_and_suggestions_and_leaves_no_memory(added: tuple[bool, bool]) -> None:
+@pytest.mark.parametrize("added", ADDED, ids=["mm", "bias", "relu", "onto"])
+def test_a_measurement_times_aten_and_suggestions_and_leaves_no_memory(added: tuple[bool, ...]) -> None:
     wanted = product(False, True, 0, added, BF16, scale=128)
     multiplier = Multiplier(cublaslt.library(0), wanted)
     torch.cuda.reset_peak_memory_stats()

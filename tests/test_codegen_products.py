@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Sequence
 
@@ -16,7 +17,7 @@ from codegen import cublaslt, products
 from codegen.cublaslt import LibraryError
 from codegen.fuse import plan
 from codegen.kernel import Algorithm, ExternStep, MatMul
-from codegen.product_bench import Outcome
+from codegen.product_bench import Outcome, aten_call, prepare, repeatable
 from codegen.products import product_of, reductions_of, with_algorithms
 from ir_nodes import Node, settings
 from ir_nodes.node import ScalarInput
@@ -139,6 +140,34 @@ def test_without_the_library_atens_calls_stay(tmp_path: Path, monkeypatch: pytes
     assert [str(remark) for remark, _ in remarks.all()] == ["PyTorch has loaded no cuBLASLt"]
 
 
+def added_up(made: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return made.clone().addmm_(x, w)
+
+
+def test_a_product_onto_what_is_there_is_judged_by_what_it_adds(tmp_path: Path) -> None:
+    """One that forgets what is there is dropped."""
+    measure, functions = Measured(30e-6, 40e-6, 20e-6), FakeCublasLt(count=3, forgetful=[2])
+    step, told = chosen(tmp_path, measure, functions, added_up, [tensor(64, 48), X, W])
+    assert step.algorithm is not None and step.algorithm.number == 3 and step.algorithm.product.onto
+    assert told == ["True addmm_ 64 x 48 x 32 onto what is there: cuBLASLt's suggestion 3 of 3: 20 us measured instead of 30"]
+    (file,) = tmp_path.glob("*.json")
+    assert "of ATen's norm" in json.loads(file.read_text())["dropped"]["2"]
+    assert {call.beta for call in functions.calls} == {1.0}
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+def test_timing_a_product_onto_what_is_there_keeps_its_numbers(dtype: torch.dtype) -> None:
+    product = MatMul(dtype, 64, 48, 32, (False, 32), (False, 48), 48, onto=True)
+    x, w, made = tensor(64, 32, dtype=dtype), tensor(32, 48, dtype=dtype), torch.empty(64, 48, dtype=dtype)
+    prepare(product, made)
+    first, call = made.clone(), repeatable(product, partial(aten_call(product, x, w, x), out=made))
+    for _ in range(1000):
+        call()
+    assert float((made - first).float().norm()) < 0.2 * float(first.float().norm())
+    call()
+    torch.testing.assert_close((made - first).float(), x.float() @ w.float(), rtol=0.0, atol=1.0)
+
+
 def node_of(program: Program, *inputs: torch.Tensor) -> tuple[Node, list[Any]]:
     recording, _ = record(program, *inputs)
     return next(node for node in recording.graph.nodes if node.target in products.PRODUCTS), recording.scalars
@@ -158,6 +187,9 @@ REFUSED: dict[str, tuple[Program, list[torch.Tensor], str]] = {
     "off a boundary": (lambda x, w: x[:, 1:33] @ w, [tensor(64, 40), W], "16-byte boundary"),
     "a matrix is added": (torch.addmm, [tensor(64, 48), X, W], "no row"),
     "one number is added": (torch.addmm, [tensor(1), X, W], "no row"),
+    "what is there times another number": (
+        lambda b, x, w: b.clone().addmm_(x, w, beta=0.5), [tensor(64, 48), X, W], "multiplied by another number"),
+    "it writes a factor": (lambda x, w: torch.mm(x, w, out=x[:]), [tensor(32, 32), tensor(32, 32)], "writes what it reads"),
     "a bias times another number": (scaled, [B, X, W], "multiplied by another number"),
 }
 
@@ -183,6 +215,8 @@ def test_what_a_product_is(monkeypatch: pytest.MonkeyPatch) -> None:
     node.writes = (part,)
     found = product_of(node)
     assert isinstance(found, MatMul) and found.apart == 200
+    there = MatMul(BF16, 64, 48, 32, (False, 32), (False, 48), 48, onto=True)
+    assert product_of(*node_of(added_up, tensor(64, 48), X, W)) == there and "onto" in str(there)
     node.writes = (replace(part, layout=replace(part.layout, stride=(1, 64))),)
     assert product_of(node) == "the rows of its result do not lie together"
 

@@ -76,6 +76,21 @@ def test_ops_that_make_their_result_and_those_with_a_relu() -> None:
     assert len(functions.calls) == 2
 
 
+@pytest.mark.usefixtures("unstreamed")
+def test_a_product_onto_what_is_there_runs_in_place() -> None:
+    functions, there = FakeCublasLt(), torch.randn(64, 48).to(BF16)
+    run = op(functions, "aten::addmm_", replace(PRODUCT, bias=False, onto=True))
+    for alpha, beta in ((1, 1), (0.5, 1), (0.5, 2)):
+        made = there.clone()
+        assert run(made, X, W, alpha=alpha, beta=beta) is made
+        torch.testing.assert_close(made, torch.addmm(there, X, W, alpha=alpha, beta=beta), rtol=2e-2, atol=5e-2)
+    assert [(call.alpha, call.beta) for call in functions.calls] == [(1.0, 1.0), (0.5, 1.0)], "another beta is ATen's"
+    functions.refused.append(1)
+    made = there.clone()
+    torch.testing.assert_close(run(made, X, W), torch.addmm(there, X, W), rtol=2e-2, atol=5e-2)
+    assert len(functions.calls) == 2
+
+
 class Measured:
     """The first suggestion is the fastest."""
 
