@@ -17,6 +17,7 @@ import torch
 from codegen import bench, binaries, choices
 from codegen.contest import Timer, decide, in_words
 from codegen.kernel import KernelStep, Plan, Size, Temporary
+from codegen.last_bits import may_reorder
 from ir_nodes import settings
 from ir_nodes.remarks import Remarks
 
@@ -81,12 +82,6 @@ def moved(step: KernelStep) -> int:
 
 def reduces(step: KernelStep) -> bool:
     return not step.kernel.name.startswith("pointwise")
-
-
-def may_reorder() -> bool:
-    """May a sum be added up in another order than on another rank, or in another run of the program?"""
-    ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return not ranks and not torch.are_deterministic_algorithms_enabled()
 
 
 def key_of(step: KernelStep, machine: str) -> tuple[object, ...]:

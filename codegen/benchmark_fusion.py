@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Callable, Iterable, Mapping
 
 from codegen import bench, binaries, choices
-from codegen.autotune import machine_name, may_reorder, moved, size_class
+from codegen.autotune import machine_name, moved, size_class
 from codegen.contest import Timer, decide, in_words
 from codegen.fuse import Sides, fused, plan_units, units_of, users_of, values_written_by
 from codegen.group import Group, Unit
 from codegen.kernel import KernelStep
+from codegen.last_bits import may_reorder
 from codegen.tuning import Tuning
 from ir_nodes import Graph, settings
 from ir_nodes.node import Value

@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 import threading
 from ctypes import byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
-from typing import Iterator
+from typing import Callable, Iterator
 
 import torch
 
@@ -54,12 +54,12 @@ class Counters:
         self._taken += APART
         return self._memory[self._taken - APART : self._taken]
 
-    def spare(self, graph: int) -> int:
-        """Take nodes that set a counter to zero out of the CUgraph ``graph``: how many. What the driver does not let go stays,
-        which costs time only."""
+    def spare(self, captured: Callable[[], int]) -> int:
+        """Take nodes that set a counter to zero out of the CUgraph that ``captured`` gives, if there is any counter: how many. What
+        the driver does not let go stays, which costs time only."""
         if self._memory is None:
             return 0
-        start = self._memory.data_ptr()
+        start, graph = self._memory.data_ptr(), captured()
         found = 0
         for node in _list("cuGraphGetNodes", c_void_p(graph)):
             with contextlib.suppress(DriverError):

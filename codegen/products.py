@@ -15,10 +15,11 @@ from typing import Any, Callable, Mapping, Sequence
 import torch
 
 from codegen import choices, counters, cublaslt
-from codegen.autotune import machine_name, may_reorder
+from codegen.autotune import machine_name
 from codegen.contest import decide, in_words
 from codegen.cublaslt import ALIGNMENT, Library, LibraryError, Multiplier
 from codegen.kernel import Algorithm, ExternStep, MatMul, Plan
+from codegen.last_bits import may_reorder
 from codegen.product_bench import ATEN, Outcome
 from codegen.promotion import HALF
 from ir_nodes import Layout, Node, ops, settings

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Mapping
 
 from codegen import binaries, choices
-from codegen.autotune import machine_name, may_reorder, size_class
+from codegen.autotune import machine_name, size_class
 from codegen.benchmark_fusion import copies_of
 from codegen.contest import Contestant, Timer, decide, in_words
 from codegen.expressions import Unsupported
 from codegen.fuse import fused, plan_units, units_of, users_of, values_written_by
 from codegen.group import Group
 from codegen.kernel import KernelStep, Plan
+from codegen.last_bits import may_reorder
 from codegen.product import is_product, lower_product
 from codegen.tuning import Tuning
 from ir_nodes import Graph, settings

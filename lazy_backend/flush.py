@@ -15,11 +15,11 @@ import torch.distributed as dist
 from barriers.collectives import join_launches, part_stages, release_waits, sink_waits
 from barriers.pipeline import PassFailed, ordered_passes, run_passes
 from codegen import engines
-from codegen.autotune import may_reorder
 from codegen.cuda_graph import keep_out
 from codegen.early import Known, known
 from codegen.engine import Context, EngineError
 from codegen.executable import Emit, Program, assemble
+from codegen.last_bits import may_reorder
 from codegen.lowered import Lowered
 from codegen.partition import partition, unstored
 from ir_nodes import Graph, printer, settings

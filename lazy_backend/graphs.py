@@ -74,7 +74,7 @@ def capture(device: int, states: Sequence[torch.Generator], body: Callable[[int]
                         body(stream.cuda_stream)
                         graph.capture_end()
                         if found is not None:
-                            found.spare(graph.raw_cuda_graph())
+                            found.spare(graph.raw_cuda_graph)
                     graph.instantiate()
                 except BaseException:
                     _pools.pop(key, None)  # PyTorch up to 2.11 lets no graph into a pool in which a capture has failed
