@@ -23,12 +23,15 @@ _DERIVATIVE = str(ROWS["tanh_backward"].text).replace("{grad_output}", "{0}").re
 
 def rough_tangents(body: Body) -> None:
     """Tangents that only reach roundings by way of what hands on no more than their error."""
+    found = [step for step in body.steps if step.text == EXACT and step.dtype is torch.float32]
+    if not found:
+        return
     users: dict[Step, list[Step]] = {}
     for step in body.steps:
         for argument in dict.fromkeys(step.args):
             users.setdefault(argument, []).append(step)
-    for step in body.steps:
-        if step.text == EXACT and step.dtype is torch.float32 and _is_rounded(step, users):
+    for step in found:
+        if _is_rounded(step, users):
             step.text = ROUGH
 
 
