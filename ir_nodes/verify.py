@@ -205,6 +205,8 @@ def _no_inference(node: Node) -> str | None:
         return "kernels give no statistics in inference, Meta does"
     if node.target == "aten::_grouped_mm" and node.reads[0].layout.dtype is not torch.bfloat16:
         return "kernels for CPUs take dtypes that Meta refuses"
+    if node.target == "aten::native_layer_norm" and node.reads[0].layout.itemsize == 2:
+        return "kernels for CPUs keep its statistics in 16 bits, Meta in 32"
     if node.target.startswith("aten::_cudnn_rnn"):
         return "only cuDNN knows how much it leaves for backward"
     # a mask is turned into positions first, and how many there are depends on data

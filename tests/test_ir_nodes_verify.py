@@ -280,3 +280,10 @@ def test_grouped_products_in_float32_are_no_error_though_meta_refuses_them() -> 
     with Recorder() as recorder:
         out = torch._grouped_mm(torch.randn(8, 16), torch.randn(2, 16, 16), ends)
     assert any("Meta refuses" in line for line in verify(recorder.finish([out]).graph))
+
+
+def test_layer_norm_in_16_bits_is_no_error_though_meta_keeps_its_statistics_in_32() -> None:
+    one = torch.ones(16, dtype=torch.bfloat16)
+    with Recorder() as recorder:
+        out = torch.ops.aten.native_layer_norm(torch.randn(4, 16).bfloat16(), [16], one, one, 1e-5)
+    assert any("statistics in 16 bits" in line for line in verify(recorder.finish([out[0]]).graph))
