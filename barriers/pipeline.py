@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import Callable, Sequence
 
+from barriers.passes.attention_rows import lay_gradients
 from barriers.passes.channels_last import permute_images
 from barriers.passes.conv_bias import add_biases
 from barriers.passes.conv_gradients import sum_gradients
@@ -47,6 +48,9 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
     ``replays``: steps run as CUDA graphs, so that what only Python can call costs nothing once it is captured. ``gpu``: cuDNN
     runs convolutions. ``reorders``: sums may be added up, and rounded, in another order than on another
     rank or in another run."""
+    def attention_rows(graph: Graph) -> Graph:
+        return lay_gradients(graph, remarks) if gpu else graph
+
     def fold(graph: Graph) -> Graph:
         return forward_copies(graph, remarks)
 
@@ -93,12 +97,12 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
         return fit_budget(graph, settings.current().memory_budget, partition, unstored, remarks)
 
     passes: tuple[tuple[str, Pass], ...] = (
-        ("fold", fold), ("fold", eliminate_dead), ("cse", cse), ("epilogues", epilogues),
+        ("fold", fold), ("fold", eliminate_dead), ("cse", cse), ("", attention_rows), ("epilogues", epilogues),
         ("product_sums", product_sums), ("channels_last", channels_last), ("conv_bias", conv_bias),
         ("conv_gradients", conv_gradients), ("own_part", own_part), ("copy_engines", inbox),
         ("recompute", recompute), ("peak_order", peak_order), ("hold_less", spare),
     )
-    allowed = [step for name, step in passes if settings.enabled(name)]
+    allowed = [step for name, step in passes if not name or settings.enabled(name)]  # without a name: numbers would be wrong
     return [*allowed, memory_budget] if settings.current().memory_budget else allowed
 
 
