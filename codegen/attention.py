@@ -41,6 +41,9 @@ HEAD = 64
 BLOCK = 64
 """Of which lengths have to be multiples."""
 
+LONGEST = 1024
+"""Queries or keys up to which the kernels are measured to be faster than cuDNN's where nothing drops."""
+
 MOST_ELEMENTS = 1 << 31
 """Places in a tensor, or in the words of a head, that 32 bits tell."""
 
@@ -170,6 +173,8 @@ def why_not(graph: Graph, node: Node, redraws: bool) -> str:
         held = write.value.buffer.live and graph.last(write.value.buffer) is write.value
         if held or any(user.target not in BACKWARDS for user in write.value.users):
             return "its backward is no part of the same recording"
+    if not drops(node) and max(args[name].layout.size[2] for name in TENSORS) > LONGEST:
+        return f"nothing drops, and with more than {LONGEST} queries or keys the library may be faster: nobody has measured it"
     return why_not_shapes([args[name] for name in TENSORS], node.writes[OUT].layout, args["is_causal"])
 
 

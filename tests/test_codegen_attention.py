@@ -91,6 +91,7 @@ REFUSED = [
     (Case(mismatch=True), "another share"), (Case(held="sums"), "no part of the same recording"), (Case(biased=True), "a bias"),
     (Case((2, 3, 128, 128, 32)), "32 elements, not 64"), (Case((2, 3, 100, 100, 64)), "no multiple of 64"),
     (Case((2, 3, 64, 128, 64)), "other queries than keys"), (Case(dtype=torch.float32), "16 bits"),
+    (Case((1, 1, 1088, 1088, 64), p=None), "nobody has measured"),
 ]  # fmt: skip
 
 
@@ -101,6 +102,11 @@ def test_aten_is_called_for_a_reason_that_is_told(case: Case, reason: str) -> No
     assert not kernels(made)
     ((remark, _),) = remarks.all()
     assert not remark.done and reason in remark.why
+
+
+def test_what_drops_may_be_longer_than_what_does_not() -> None:
+    long = Case((1, 1, 1088, 1088, 64))
+    assert kernels(long.planned(long.recording()))
 
 
 @pytest.mark.parametrize("values", [{}, {"attention": "triton", "disable": frozenset({"attention"})}], ids=["unasked", "off"])
