@@ -160,8 +160,7 @@ def test_kernels_put_gradients_side_by_side_for_one_products_backward(p: float) 
     for _ in range(3):  # launched, captured, replayed
         found = of_one_product(*ours, p)
         lazy_backend.mark_step()
-    # Not CUDA's eager mode: PyTorch 2.11 keeps cuDNN's plans for backwards by the layouts of queries, keys and values alone, so that
-    # a gradient which lies otherwise than that of an earlier test is read wrongly.
+    # Not CUDA's eager mode, which was wrong here once: see `barriers.passes.attention_rows` for what is taken to be the reason.
     wanted = of_one_product(*[one.bfloat16().double() for one in given], 0.0)
     for made, want in zip(found, wanted):
         assert (made.cpu().double() - want).norm() < 0.02 * want.norm()

@@ -2,9 +2,9 @@
 
 PyTorch keeps cuDNN's plans for backwards by the layouts of queries, keys and values (`MHAParams` in ATen/native/cudnn/MHA.cpp), but
 from cuDNN 9.5.1 on a plan holds the gradient's strides, too. So a second attention of the same sizes, whose gradient lies otherwise
-than the first one's, would be read by the wrong strides, silently: seen on an H200 with PyTorch 2.11, in eager mode. How a result
-lies follows from its queries; a gradient that lies so, too, is read rightly by whatever plan is kept. Most do, for a product made
-them.
+than the first one's, would be read by the wrong strides, silently. That follows from PyTorch's source; wrong gradients that fit it
+were seen in eager mode on an H200 (PyTorch 2.11), where it was not proved to be their reason. How a result lies follows from its
+queries; a gradient that lies so, too, is read rightly by whatever plan is kept. Most do, for a product made them.
 """
 
 from __future__ import annotations
