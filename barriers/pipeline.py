@@ -46,8 +46,7 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
     """The passes over an ordered graph that the settings allow, in the order in which nodes will run. ``partition``: tells what
     would share a kernel; None: nothing. ``remarks`` are told what each does. ``unstored``: tells which buffers need no memory.
     ``replays``: steps run as CUDA graphs, so that what only Python can call costs nothing once it is captured. ``gpu``: cuDNN
-    runs convolutions. ``reorders``: sums may be added up, and rounded, in another order than on another
-    rank or in another run."""
+    runs convolutions. ``reorders``: sums may be added up, and rounded, otherwise than on another rank or in another run."""
     def attention_rows(graph: Graph) -> Graph:
         return lay_gradients(graph, remarks) if gpu else graph
 

@@ -1,5 +1,5 @@
-"""Gradients of queries, keys and values side by side in one tensor, where one product made all three. Imports torch, `ir_nodes` and
-`codegen.lowering`.
+"""Gradients of queries, keys and values side by side in one tensor, where one product made all three. Imports torch, `ir_nodes`
+and `codegen.lowering`.
 
 Autograd concatenates them along the last dimension for that product's backward, which copies them all. The backward and the
 concatenation become one op, so that kernels can put each gradient where it belongs. The op is defined for PyTorch, too: should
@@ -51,8 +51,8 @@ def parts_of(layout: Layout, size: tuple[int, ...]) -> list[Layout]:
     """The three parts of [batch, rows, 3 * heads * elements], each of ``size``: [batch, heads, rows, elements]."""
     batch, rows, step = layout.stride
     heads, width = size[1], size[3]
-    return [replace(layout, size=size, stride=(batch, width * step, rows, step), offset=layout.offset + part * heads * width * step)
-            for part in range(3)]
+    first = replace(layout, size=size, stride=(batch, width * step, rows, step))
+    return [replace(first, offset=layout.offset + part * heads * width * step) for part in range(3)]
 
 
 def join(graph: Graph, node: Node, refuse: Callable[[Layout], str]) -> str:
@@ -115,6 +115,4 @@ def same_elements(made: Layout, read: Operand) -> bool:
     """Does [batch, rows, heads * elements] see what was made as [batch, heads, rows, elements]?"""
     batch, heads, rows, width = made.size
     seen = replace(made, size=(batch, rows, heads * width), stride=(made.stride[0], made.stride[2], made.stride[3]))
-    wanted, found = (replace(one, stride=tuple(step for step, size in zip(one.stride, one.size) if size > 1))
-                     for one in (seen, read.layout))
-    return wanted == found and (heads == 1 or made.stride[1] == width * made.stride[3])
+    return seen.alike(read.layout) and (heads == 1 or made.stride[1] == width * made.stride[3])

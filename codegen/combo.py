@@ -193,7 +193,7 @@ class Joiner:
         return ""
 
     def _near(self, group: Item, item: Item) -> bool:
-        """Whether neither's large operands would wait, or be made early, for the other. Neighbours wait no longer than they do."""
+        """Whether neither's large operands would wait, or be made early, for the other. Neighbours' do not."""
         if self._between(min(group.steps + item.steps), max(group.steps + item.steps) - 1) <= FAR:
             return True
         ready, due = max(group.ready, item.ready), min(group.due, item.due)

@@ -1,8 +1,8 @@
 """Counters of a library's products, set to zero once for a whole CUDA graph. Imports torch and codegen's driver module.
 
 Some of cuBLASLt's algorithms count the blocks that their programs have taken, in four bytes that have to be zero before. The
-library sets them to zero by a node of its own in front of each launch, which takes 2.6 us on an H200, in steps that have a hundred
-such products. So while a graph is captured each launch gets a counter that nobody else has. One node sets them all to zero, and
+library sets them to zero by a node of its own in front of each launch, which takes 2.6 us on an H200, in steps of a hundred such
+products. So while a graph is captured each launch gets a counter that nobody else has. One node sets them all to zero, and
 those of the library are taken out of the graph before it is made ready to run.
 """
 
@@ -55,8 +55,8 @@ class Counters:
         return self._memory[self._taken - APART : self._taken]
 
     def spare(self, captured: Callable[[], int]) -> int:
-        """Take nodes that set a counter to zero out of the CUgraph that ``captured`` gives, if there is any counter: how many. What
-        the driver does not let go stays, which costs time only."""
+        """Take nodes that set a counter to zero out of the CUgraph that ``captured`` gives, if there is any counter: how many.
+        What the driver does not let go stays, which costs time only."""
         if self._memory is None:
             return 0
         start, graph = self._memory.data_ptr(), captured()

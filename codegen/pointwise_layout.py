@@ -43,8 +43,8 @@ def _lane(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuning) -
 
 def _moved(body: Body, dims: tuple[int, ...], strides: Strides) -> list[tuple[str, int]]:
     """How, and with how many bytes an element, memory is read or written that a thread waits for. One number for a row takes next
-    to nothing; a cache has tables that many rows share, and a tensor's parts, of which each element reads one, are as one: a rotary
-    embedding's gradient takes half as long with as many elements a thread as that leaves."""
+    to nothing; a cache has tables that many rows share, and a tensor's parts, of which each element reads one, are as one: a
+    rotary embedding's gradient takes half as long with as many elements a thread as that leaves."""
     found: dict[tuple[object, ...], tuple[str, int]] = {}
     for step in body.steps:
         if step.access is not None and step.level == FULL:

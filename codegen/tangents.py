@@ -1,9 +1,9 @@
 """Hyperbolic tangents whose results are only rounded to 16 bits, in half the instructions. Imports codegen's leaf modules.
 
 GPT-2's GELU is written as a formula, of which float32 tensors hold the parts under autocast: 1 + tanh(x) times half of x, then
-rounded. Its kernels wait for instructions, of which an exact tanh takes a third. `codegen.helpers.TANH_16` is within 2.5e-7 of it,
-and within two parts in 100,000 near zero, where that is more. Products, what adds a number and a tangent's own derivative hand on
-no more than that; a difference of two tensors could be all error, so there the exact one stays.
+rounded. Its kernels wait for instructions, of which an exact tanh takes a third. `codegen.helpers.TANH_16` is within 2.5e-7 of
+it, and within two parts in 100,000 near zero, where that is more. Products, what adds a number and a tangent's own derivative hand
+on no more than that; a difference of two tensors could be all error, so there the exact one stays.
 """
 
 from __future__ import annotations

@@ -70,6 +70,11 @@ class Layout:
             step *= extent
         return True
 
+    def alike(self, other: "Layout") -> bool:
+        """True where both see the same elements in the same order; the stride of a dimension of one element does not count."""
+        same = (self.dtype, self.size, self.offset, self.flipped) == (other.dtype, other.size, other.offset, other.flipped)
+        return same and all(n == 1 or a == b for n, a, b in zip(self.size, self.stride, other.stride))
+
     def covers(self, nbytes: int) -> bool:
         """True where a write through this layout overwrites all of a buffer of ``nbytes`` bytes."""
         return self.offset == 0 and self.nbytes == nbytes and (self.is_contiguous or self.is_dense)

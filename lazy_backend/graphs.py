@@ -1,5 +1,5 @@
-"""Captures what a program launches as a CUDA graph. Imports torch, `codegen.counters`,
-`ir_nodes.settings` and `lazy_backend.core` only.
+"""Captures what a program launches as a CUDA graph. Imports torch, `codegen.counters`, `ir_nodes.settings` and
+`lazy_backend.core` only.
 
 PyTorch's own `torch.cuda.CUDAGraph` holds the capture: it gives the allocator a pool for what is taken meanwhile. Graphs that
 are captured for one stream share a pool, so that the intermediate results of one lie where those of another did: they never run

@@ -24,8 +24,8 @@ CUDNN, FLASH = attention.CUDNN, attention.FLASH
 @dataclass
 class Case:
     """A forward and its backward as they are recorded on CUDA. ``sizes``: batch, heads, queries, keys, elements of a head.
-    ``p``: None is a share of 0 that is a constant of the recording. ``cat``: in which order gradients are concatenated, as they are
-    where one product made queries, keys and values, along ``dim``."""
+    ``p``: None is a share of 0 that is a constant of the recording. ``cat``: in which order gradients are concatenated, as they
+    are where one product made queries, keys and values, along ``dim``."""
 
     sizes: tuple[int, int, int, int, int] = (2, 3, 128, 128, 64)
     causal: bool = True

@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import tempfile
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Callable, Iterator, Sequence
 
 import pytest
 import torch
 
-from codegen import cublaslt, products
+from codegen import cublaslt, products, triton_engine
 from codegen.cublaslt import Library, Multiplier
-from codegen.kernel import Algorithm, MatMul
+from codegen.kernel import Algorithm, MatMul, Plan
 from codegen.product_bench import Outcome, compared, sizes_of
+from lazy_backend import flush
 
 TYPES = {2: torch.float16, 14: torch.bfloat16}
 NOT_SUPPORTED = 15
@@ -145,6 +148,24 @@ class Measured:
         for calls in ready:
             calls[0]()
         return [self.seconds[index] * len(calls) for index, calls in enumerate(ready)]
+
+
+@contextlib.contextmanager
+def multiplying() -> Iterator[tuple[FakeCublasLt, list[str]]]:
+    """The triton engine runs every product by the library's second suggestion, as if steps replayed: the library, and the names
+    of the ops that it stands for."""
+    plain, functions, chosen = triton_engine.plan, FakeCublasLt(), list[str]()
+
+    def plan(graph: Any, **given: Any) -> Plan:
+        measured = Measured(3.0, 2.0, 1.0, 2.0)
+        made = products.with_algorithms(plain(graph, **given), Path(tempfile.mkdtemp()), 0, measured)
+        chosen.extend(step.node.name for step in made.steps if getattr(step, "algorithm", None))
+        return made
+
+    with pytest.MonkeyPatch.context() as patch, in_place_of(functions):
+        patch.setattr(triton_engine, "plan", plan)
+        patch.setattr(flush, "replays", lambda: True)
+        yield functions, chosen
 
 
 @contextlib.contextmanager

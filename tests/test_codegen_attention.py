@@ -20,7 +20,6 @@ from ir_nodes import Layout, settings
 from ir_nodes.remarks import Remarks
 from tests.device import ON_GPU
 
-
 CASES = {
     "causal": Case(), "other keys": Case((1, 2, 128, 192, 64), causal=False),
     "float16, a scale": Case((2, 2, 64, 64, 64), p=0.5, scale=0.3, dtype=torch.float16),

@@ -68,7 +68,8 @@ def test_the_concatenation_and_its_memory_are_gone() -> None:
     assert estimate.operations(graph.nodes[1]) == flops > 0
     assert [node.name for node in graph.nodes] == [CUDNN[6:], f"{CUDNN[6:]}_backward_joined", "neg", "sum"]
     backward = graph.nodes[1]
-    assert not any(value.users or value.producer for name in "qkv" for value in graph.values[case.access[f"d{name}0"].buffer.index])
+    buffers = [case.access[f"d{name}0"].buffer for name in "qkv"]
+    assert not any(value.users or value.producer for buffer in buffers for value in graph.values[buffer.index])
     assert {write.value for write in gradients_of(backward) if write} == {backward.writes[0].value}
     attention.with_joined(graph)
     assert graph.nodes[1] is backward, "there is nothing more to join"

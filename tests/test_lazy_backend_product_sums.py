@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
-from typing import Any
 
 import children
 import pytest
 import torch
 import torch.nn.functional as F
-from cublaslt import FakeCublasLt, Measured, in_place_of
+from cublaslt import multiplying
 from torch import Tensor, nn
 
 import lazy_backend
 from barriers.passes.product_sums import ONTO
-from codegen import triton_engine
-from codegen.kernel import Plan
-from codegen.products import with_algorithms
 from ir_nodes import settings
 from lazy_backend import flush
 from tests.device import DEVICE, ON_GPU
@@ -82,36 +77,29 @@ def watched(batch: int, **changes: object) -> tuple[list[Tensor], list[int]]:
         flush.watchers.remove(watch)
 
 
+def assert_near(ours: list[Tensor], batch: int) -> None:
+    """What training gives is about as near to float64's as eager mode's."""
+    for mine, theirs, true in zip(ours, train("cpu", batch), train("cpu", batch, torch.float64)):
+        off, before = (float((one.double() - true).norm()) for one in (mine, theirs))
+        assert off <= 1.5 * before + 2e-3 * float(true.norm()), (off, before)
+
+
 @pytest.mark.parametrize("added", [True, False])
 def test_training_with_and_without(added: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(flush, "replays", lambda: True)
     batch = 2 if added else 4  # or the second would find what the first has compiled
     ours, found = watched(batch, disable=set() if added else {"product_sums"})
     assert max(found) == (SUMS if added else 0), found
-    truth, eager = train("cpu", batch, torch.float64), train("cpu", batch)
-    for mine, theirs, true in zip(ours, eager, truth):
-        off, before = (float((one.double() - true).norm()) for one in (mine, theirs))
-        assert off <= 1.5 * before + 2e-3 * float(true.norm()), (off, before)
+    assert_near(ours, batch)
 
 
 def by_the_library() -> None:
     """Runs in a process whose engine is Triton's interpreter: every product is the library's second suggestion."""
-    plain, functions, chosen = triton_engine.plan, FakeCublasLt(), list[str]()
-
-    def plan(graph: Any, **given: Any) -> Plan:
-        made = with_algorithms(plain(graph, **given), Path(tempfile.mkdtemp()), 0, Measured(3.0, 2.0, 1.0, 2.0))
-        chosen.extend(step.node.name for step in made.steps if getattr(step, "algorithm", None))
-        return made
-
-    with pytest.MonkeyPatch.context() as patch, in_place_of(functions):
-        patch.setattr(triton_engine, "plan", plan)
-        patch.setattr(flush, "replays", lambda: True)
+    with multiplying() as (functions, chosen):
         ours, found = watched(2)
     assert max(found) == SUMS and chosen.count("addmm_") == sum(found), (found, chosen)
     assert sum(call.beta == 1 for call in functions.calls) >= SUMS * STEPS
-    for mine, theirs, true in zip(ours, train("cpu", 2), train("cpu", 2, torch.float64)):
-        off, before = (float((one.double() - true).norm()) for one in (mine, theirs))
-        assert off <= 1.5 * before + 2e-3 * float(true.norm()), (off, before)
+    assert_near(ours, 2)
 
 
 @pytest.mark.skipif(ON_GPU, reason="a library that multiplies on the CPU stands for the GPU's")
@@ -130,8 +118,8 @@ def test_explain_tells(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with settings.override(engine="triton", autotune=True):
         told = str(lazy_backend.explain(step))
-    assert f"mm and mm and add: the later product adds to what the earlier one has left (4 times)" in told, told
-    assert f"addmm_ and mm and add: the later product adds to what the earlier one has left (2 times)" in told
+    assert "mm and mm and add: the later product adds to what the earlier one has left (4 times)" in told, told
+    assert "addmm_ and mm and add: the later product adds to what the earlier one has left (2 times)" in told
     assert "what it is added to is no product's result" in told
 
 

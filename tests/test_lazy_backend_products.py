@@ -3,7 +3,6 @@ the library is judged, in steps that replay; elsewhere one that multiplies on th
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any, Callable
 
@@ -11,15 +10,12 @@ import children
 import pytest
 import torch
 import torch.nn.functional as F
-from cublaslt import FakeCublasLt, Measured, in_place_of
+from cublaslt import multiplying
 from torch import nn
 
 import lazy_backend
-from codegen import products, triton_engine
-from codegen.kernel import Plan
-from codegen.products import with_algorithms
+from codegen import products
 from ir_nodes import settings
-from lazy_backend import flush
 from tests.device import DEVICE, ON_GPU
 
 STEPS, LAST = 10, 3
@@ -56,16 +52,7 @@ def trained(device: str, rows: int, width: int, after: Callable[[], None] = lamb
 
 def by_the_library() -> None:
     """Runs in a process whose engine is Triton's interpreter: every product is the library's second suggestion."""
-    plain, functions, chosen = triton_engine.plan, FakeCublasLt(), list[str]()
-
-    def plan(graph: Any, **given: Any) -> Plan:
-        made = with_algorithms(plain(graph, **given), Path(tempfile.mkdtemp()), 0, Measured(3.0, 2.0, 1.0, 2.0))
-        chosen.extend(step.node.name for step in made.steps if getattr(step, "algorithm", None))
-        return made
-
-    with pytest.MonkeyPatch.context() as patch, in_place_of(functions), settings.override(autotune=True):
-        patch.setattr(triton_engine, "plan", plan)
-        patch.setattr(flush, "replays", lambda: True)
+    with multiplying() as (functions, chosen), settings.override(autotune=True):
         ours = trained(DEVICE, 48, 32)
     multiplied = len(functions.calls)
     for got, wanted in zip(ours, trained("cpu", 48, 32)):

@@ -12,11 +12,8 @@ from typing import Iterable
 
 from barriers.passes.conv_bias import CONVOLUTION
 from barriers.passes.permuted import is_channels_last, last_strides, makes_last
-from barriers.passes.rewrite import read, reread
-from ir_nodes import Graph, Layout, Node, Operand, Value, Write
-from ir_nodes.node import Target
-
-COPY = "aten::copy_"
+from barriers.passes.rewrite import copy, new_value, reread
+from ir_nodes import Graph, Layout, Node, Operand, Write
 
 
 def bridge(graph: Graph, convolutions: Iterable[Node]) -> None:
@@ -45,7 +42,7 @@ def operands_for(graph: Graph, node: Node, copies: dict[Operand, Operand]) -> li
             continue
         if operand not in copies:
             layout = last(operand.layout)
-            value = new_value(graph, layout)
+            value = new_value(graph, layout.nbytes)
             made.append(copy(node, operand, Write(value, layout, None, False)))
             copies[operand] = Operand(value, layout)
         instead[operand] = copies[operand]
@@ -63,7 +60,7 @@ def results_of(graph: Graph, node: Node) -> list[Node]:
         if not whole or is_channels_last(write.layout):
             continue
         layout = last(write.layout)
-        value = new_value(graph, layout, node)
+        value = new_value(graph, layout.nbytes, node)
         writes[place] = Write(value, layout, None, False)
         made.append(copy(node, Operand(value, layout), write))
         node.relaid = True
@@ -74,19 +71,3 @@ def results_of(graph: Graph, node: Node) -> list[Node]:
 def last(layout: Layout) -> Layout:
     """A whole channels_last tensor of the same size and dtype."""
     return replace(layout, stride=last_strides(layout.size), offset=0)
-
-
-def new_value(graph: Graph, layout: Layout, producer: Node | None = None) -> Value:
-    buffer = graph.add_buffer(layout.nbytes)
-    value = Value(buffer, 1, producer)
-    graph.values[buffer.index].append(value)
-    return value
-
-
-def copy(beside: Node, source: Operand, write: Write) -> Node:
-    """What copies ``source``; it stands where ``beside`` does, and belongs to what that belongs to."""
-    node = Node(beside.index, COPY, (Target(0), source, False), (), (write,), frame=beside.frame, instr=beside.instr,
-                segment=beside.segment, stage=beside.stage, changed=True)
-    write.value.producer = node
-    read(node)
-    return node

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from barriers.passes.permuted import is_channels_last
-from barriers.passes.rewrite import read
+from barriers.passes.rewrite import new_value, read
 from ir_nodes import BufferKind, Graph, Layout, Node, Operand, Value, Write
 from ir_nodes.node import Arg, Target
 from ir_nodes.remarks import Remarks
@@ -154,19 +154,13 @@ def why_not_one(chain: Chain) -> str:
         value = before.writes[0].value
         seen = [read.layout for read in node.reads if read.value is value]
         seen += [write.layout for write in node.writes if write.base is value and write.reads_old]
-        if not all(alike(layout, made.layout) for layout in (*seen, node.writes[0].layout)):
+        if not all(layout.alike(made.layout) for layout in (*seen, node.writes[0].layout)):
             return f"{node.name} reads or leaves another part or layout"
-    if chain.other is not None and not alike(replace(chain.other.layout, offset=made.layout.offset), made.layout):
+    if chain.other is not None and not replace(chain.other.layout, offset=made.layout.offset).alike(made.layout):
         return "the other summand has another size, dtype or layout"
     if chain.other is not None and not aligned(chain.other.layout):
         return f"the other summand does not start on a {VECTOR}-byte boundary"
     return ""
-
-
-def alike(one: Layout, other: Layout) -> bool:
-    """Do both see the same elements in the same order?"""
-    same = (one.dtype, one.size, one.offset, one.flipped) == (other.dtype, other.size, other.offset, other.flipped)
-    return same and all(n == 1 or a == b for n, a, b in zip(one.size, one.stride, other.stride))
 
 
 def why_no_cudnn() -> str:
@@ -259,9 +253,7 @@ def join(graph: Graph, chain: Chain) -> None:
 def part(graph: Graph, node: Node) -> Node:
     """Make ``node`` leave its bias out. Returns what adds it, and belongs behind ``node``."""
     made, bias = node.writes[0], node.args[BIAS]
-    buffer = graph.add_buffer(made.value.buffer.nbytes)
-    plain = Value(buffer, 1, node)
-    graph.values[buffer.index].append(plain)
+    plain = new_value(graph, made.value.buffer.nbytes, node)
     bias.value.users.pop(node, None)
     node.args, node.left_out = (*node.args[:BIAS], None, *node.args[BIAS + 1 :]), (BIAS,)
     node.writes = (Write(plain, made.layout, None, False),)

@@ -1,4 +1,4 @@
-"""Makes users of one value users of another, many at once. Imports `ir_nodes` only."""
+"""What passes rewrite a graph with: other operands for users, one or many at once; new values and nodes. Imports `ir_nodes`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Callable, Iterable, Mapping
 
 from ir_nodes import Graph, Node, Operand, Value, Write
-from ir_nodes.node import Arg
+from ir_nodes.node import Arg, Target
 
 
 def redirect(user: Node, instead: Mapping[Value, Value]) -> None:
@@ -39,14 +39,29 @@ def read(node: Node) -> None:
         value.users[node] = None
 
 
+def new_value(graph: Graph, nbytes: int, producer: Node | None = None) -> Value:
+    """The first value of a buffer of its own."""
+    buffer = graph.add_buffer(nbytes)
+    value = Value(buffer, 1, producer)
+    graph.values[buffer.index].append(value)
+    return value
+
+
+def copy(beside: Node, source: Operand, write: Write) -> Node:
+    """What copies ``source``; it stands where ``beside`` does, and belongs to what that belongs to."""
+    node = Node(beside.index, "aten::copy_", (Target(0), source, False), (), (write,), frame=beside.frame, instr=beside.instr,
+                segment=beside.segment, stage=beside.stage, changed=True)
+    write.value.producer = node
+    read(node)
+    return node
+
+
 def clone(graph: Graph, node: Node, instead: Mapping[Value, Value], reader: Node, joins: Node | None = None) -> Node:
     """The same op once more, into new memory, of other values in place of some. It belongs where ``reader`` does, for which it is
     made, and is not yet one of the graph's nodes."""
     writes = []
     for write in node.writes:
-        buffer = graph.add_buffer(write.value.buffer.nbytes)
-        writes.append(Write(Value(buffer, 1), write.layout, None, False))
-        graph.values[buffer.index].append(writes[-1].value)
+        writes.append(Write(new_value(graph, write.value.buffer.nbytes), write.layout, None, False))
     again = replace(node, writes=tuple(writes), again=True, joins=joins, segment=reader.segment, stage=reader.stage,
                     index=reader.index)
     for write in writes:
