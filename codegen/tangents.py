@@ -2,8 +2,8 @@
 
 GPT-2's GELU is written as a formula, of which float32 tensors hold the parts under autocast: 1 + tanh(x) times half of x, then
 rounded. Its kernels wait for instructions, of which an exact tanh takes a third. `codegen.helpers.TANH_16` is within 2.5e-7 of
-it, and within two parts in 100,000 near zero, where that is more. Products, what adds a number and a tangent's own derivative hand
-on no more than that; a difference of two tensors could be all error, so there the exact one stays.
+it, and within two parts in 100,000 near zero, where that is more. Products, what adds a number and a tangent's own derivative
+hand on no more than that; a difference of two tensors could be all error, so there the exact one stays.
 """
 
 from __future__ import annotations
