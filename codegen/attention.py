@@ -140,7 +140,7 @@ class _Rewriter:
         drawn = [] if words is None else [draw(node, words, increment_of(node))]
         self.instead[node] = [*drawn, forward(node, left)]
         for one in backwards:
-            self.instead[one] = gradients(one, left, self._temporary(rows * 4))
+            self.instead[one] = gradients(one, left, self._temporary(rows * 8))
 
     def _temporary(self, nbytes: int) -> Temporary:
         self.temporaries.append(Temporary(max((one.id for one in self.temporaries), default=-1) + 1, nbytes))

@@ -70,17 +70,38 @@ def _inverse(kept):
 
 '''
 
-_DROP_BY_QUERY = '''@triton.jit
-def _drop(x, words, row, column, queries, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+_WORDS_BY_QUERY = '''@triton.jit
+def _words(words, row, column, queries, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     m = row + tl.arange(0, ROWS)
     n = column // 32 + tl.arange(0, COLUMNS // 32)
-    word = tl.load(words + (n[None, :] * queries + m[:, None]))
+    return tl.load(words + (n[None, :] * queries + m[:, None]))
+
+
+'''
+
+_DROP_BY_QUERY = _WORDS_BY_QUERY + '''@triton.jit
+def _drop(x, words, row, column, queries, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    word = _words(words, row, column, queries, ROWS, COLUMNS)
     word = tl.reshape(tl.broadcast_to(word[:, :, None], (ROWS, COLUMNS // 32, 32)), (ROWS, COLUMNS))
     at = (tl.arange(0, COLUMNS) & 31)[None, :]
     return tl.where(((word >> (at & 7)) & (1 << (at & 24))) != 0, x, 0.0)
 
 
 '''
+
+_DROP_HALVES = _WORDS_BY_QUERY + '''@triton.jit
+def _drop(x, words, row, column, queries, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    word = _words(words, row, column, queries, ROWS, COLUMNS)[:, :, None, None] << (7 - tl.arange(0, 8))[None, None, None, :]
+    word = tl.reshape(tl.broadcast_to(word, (ROWS, COLUMNS // 32, 4, 8)), (ROWS, COLUMNS))
+    byte = (tl.arange(0, 4) * 0x1111 + 0xcc88)[None, None, :, None]
+    byte = tl.reshape(tl.broadcast_to(byte, (ROWS, COLUMNS // 32, 4, 8)), (ROWS, COLUMNS))
+    return tl.inline_asm_elementwise("{ .reg .b32 m; prmt.b32 m, $2, $3, $4; and.b32 $0, $1, m; }", "=r,r,r,r,r,r",
+                                     [x, word, byte], x.dtype, True, 2)
+
+
+'''
+"""Drops numbers of 16 bits, two in a register: one instruction makes both masks, of the signs of bytes that a number's bit leads.
+A choice between each number and 0 takes four times as many: the compiler takes the halves apart for it."""
 
 _DROP_BY_KEY = '''@triton.jit
 def _drop(x, words, row, column, queries, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
@@ -114,7 +135,7 @@ _BY_ROWS = _ENTRY + '''    block = queries // B0 - 1 - block if CAUSAL else bloc
 '''
 """For a block of queries of one head. Of causal attention the longest blocks go first."""
 
-FORWARD = HEAD + _TILE + _SHARE + _DROP_BY_QUERY + '''@triton.jit
+FORWARD = HEAD + _TILE + _SHARE + _DROP_HALVES + '''@triton.jit
 def _add(acc, total, top, q, k, v, words, row, column, kt, vt, queries, factor, B0: tl.constexpr, B1: tl.constexpr,
          D: tl.constexpr, MASKED: tl.constexpr):
     scores = tl.dot(q, tl.trans(tl.load(_tile(k, column, kt, B1, D))))
@@ -125,8 +146,8 @@ def _add(acc, total, top, q, k, v, words, row, column, kt, vt, queries, factor, 
     p = tl.exp2(scores * factor - higher[:, None])
     shrunk = tl.exp2(top - higher)
     total = total * shrunk + tl.sum(p, 1)
-    p = _drop(p, words, row, column, queries, B0, B1)
-    return tl.dot(p.to(values.dtype), values, acc * shrunk[:, None]), total, higher
+    p = _drop(p.to(values.dtype), words, row, column, queries, B0, B1)
+    return tl.dot(p, values, acc * shrunk[:, None]), total, higher
 
 
 ''' + _BY_ROWS + '''    acc = tl.full([B0, D], 0.0, tl.float32)
@@ -162,8 +183,8 @@ def _add(acc, q, g, top, delta, k, v, words, row, column, kt, vt, queries, facto
     made = tl.load(_tile(out + b * ob + h * oh, row, ot, B0, D))
     rows = head.to(tl.int64) * queries + row + tl.arange(0, B0)
     delta = tl.sum(made.to(tl.float32) * g.to(tl.float32), 1) * share
-    tl.store(deltas + rows, delta)
     top = tl.load(sums + rows)
+    tl.store(common + rows[:, None] * 2 + tl.arange(0, 2)[None, :], tl.join(top, delta))
     acc = tl.full([B0, D], 0.0, tl.float32)
     whole = row // B1 * B1 if CAUSAL else keys
     for column in tl.range(0, whole, B1, num_stages=STAGES):
@@ -174,22 +195,24 @@ def _add(acc, q, g, top, delta, k, v, words, row, column, kt, vt, queries, facto
     acc = acc * ({scale} * _inverse(share))
     tl.store(_tile(dq + b * db + h * dh, row, dt, B0, D), acc.to(dq.dtype.element_ty))
 '''
-"""The gradient of queries; ``deltas``: what gradients of a row's probabilities have in common, [batch * heads, queries]."""
+"""The gradient of queries; ``common``: of each row what ``sums`` tells, and what gradients of its probabilities have in common,
+[batch * heads, queries, 2]."""
 
 KEYS = HEAD + _TILE + _SHARE + _DROP_BY_KEY + '''@triton.jit
-def _add(dk, dv, k, v, q, grad, sums, deltas, words, row, column, qt, gt, queries, factor, B0: tl.constexpr, B1: tl.constexpr,
+def _add(dk, dv, k, v, q, grad, common, words, row, column, qt, gt, queries, factor, B0: tl.constexpr, B1: tl.constexpr,
          D: tl.constexpr, MASKED: tl.constexpr):
     tile = tl.load(_tile(q, row, qt, B0, D))
     g = tl.load(_tile(grad, row, gt, B0, D))
     m = row + tl.arange(0, B0)
-    top = tl.load(sums + m)
-    delta = tl.load(deltas + m)
-    p = tl.exp2(tl.dot(k, tl.trans(tile)) * factor - top[None, :])
+    top, delta = tl.split(tl.load(common + m[:, None] * 2 + tl.arange(0, 2)[None, :]))
+    scores = tl.dot(k, tl.trans(tile))
+    grown = tl.dot(v, tl.trans(g))
+    p = tl.exp2(scores * factor - top[None, :])
     if MASKED:
         p = tl.where(m[None, :] >= (column + tl.arange(0, B1))[:, None], p, 0.0)
     kept = _drop(p, words, row, column, queries, B0, B1)
     dv = tl.dot(kept.to(g.dtype), g, dv)
-    grown = kept * tl.dot(v, tl.trans(g)) - p * delta[None, :]
+    grown = kept * grown - p * delta[None, :]
     return tl.dot(grown.to(tile.dtype), tile, dk), dv
 
 
@@ -201,39 +224,45 @@ def _add(dk, dv, k, v, q, grad, sums, deltas, words, row, column, qt, gt, querie
     share = _inverse(_kept(p))
     q += b * qb + h * qh
     grad += b * gb + h * gh
-    sums += head.to(tl.int64) * queries
-    deltas += head.to(tl.int64) * queries
+    common += head.to(tl.int64) * (queries * 2)
     words += head.to(tl.int64) * (queries * (keys // 32))
     tile = tl.load(_tile(k + b * kb + h * kh, column, kt, B1, D))
     values = tl.load(_tile(v + b * vb + h * vh, column, vt, B1, D))
     dk_sum = tl.full([B1, D], 0.0, tl.float32)
     dv_sum = tl.full([B1, D], 0.0, tl.float32)
     whole = 0
+    tl.assume(queries >= B0)
     if CAUSAL:
-        whole = tl.cdiv(column + B1, B0) * B0
-        for row in tl.range(column // B0 * B0, whole, B0, num_stages=STAGES):
-            dk_sum, dv_sum = _add(dk_sum, dv_sum, tile, values, q, grad, sums, deltas, words, row, column, qt, gt, queries,
+        whole = column // B0 * B0
+        for turn in tl.range(0, (B1 + B0 - 1) // B0, num_stages=STAGES):
+            row = whole + turn * B0
+            dk_sum, dv_sum = _add(dk_sum, dv_sum, tile, values, q, grad, common, words, row, column, qt, gt, queries,
                                   factor, B0, B1, D, True)
+        whole += (B1 + B0 - 1) // B0 * B0
     for row in tl.range(whole, queries, B0, num_stages=STAGES):
-        dk_sum, dv_sum = _add(dk_sum, dv_sum, tile, values, q, grad, sums, deltas, words, row, column, qt, gt, queries,
+        dk_sum, dv_sum = _add(dk_sum, dv_sum, tile, values, q, grad, common, words, row, column, qt, gt, queries,
                               factor, B0, B1, D, False)
     dk_sum = dk_sum * ({scale} * share)
     tl.store(_tile(dk + b * db + h * dh, column, dt, B1, D), dk_sum.to(dk.dtype.element_ty))
     tl.store(_tile(dv + b * eb + h * eh, column, et, B1, D), (dv_sum * share).to(dv.dtype.element_ty))
 '''
-"""The gradients of keys and values."""
+"""The gradients of keys and values. The compiler knows that the first loop runs: if it might not, its end would be a place where
+sums come from elsewhere, and ptxas would let no two products of the kernel overlap (C7515). Both products of keys and values come
+before what needs them, and what a row's numbers have in common lies in pairs: both take fewer instructions."""
 
 _DROPS = (
     (_SHARE, ""),
     (_DROP_BY_QUERY, ""),
+    (_DROP_HALVES, ""),
     (_DROP_BY_KEY, ""),
-    ("    p = _drop(p, words, row, column, queries, B0, B1)\n", ""),
+    ("    p = _drop(p.to(values.dtype), words, row, column, queries, B0, B1)\n", ""),
+    ("return tl.dot(p, values,", "return tl.dot(p.to(values.dtype), values,"),
     ("    kept = _drop(p, words, row, column, queries, B0, B1)\n", ""),
     ("    words += head.to(tl.int64) * (queries * (keys // 32))\n", ""),
     ("    share = _kept(p)\n", ""),
     ("    share = _inverse(_kept(p))\n", ""),
     ("kept * tl.dot(g, tl.trans(values)) - p * delta[:, None]", "p * (tl.dot(g, tl.trans(values)) - delta[:, None])"),
-    ("kept * tl.dot(v, tl.trans(g)) - p * delta[None, :]", "p * (tl.dot(v, tl.trans(g)) - delta[None, :])"),
+    ("kept * grown - p * delta[None, :]", "p * (grown - delta[None, :])"),
     ("kept.to(", "p.to("),
     ("_inverse(_kept(p)) / total", "1.0 / total"),
     ("({scale} * _inverse(share))", "{scale}"),

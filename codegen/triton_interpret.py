@@ -92,9 +92,14 @@ def _scan(input: Any, axis: int, combine: Any, reverse: bool = False, **_: Any) 
 
 
 def _assembly(values: Sequence[Any], text: Any, constraints: str, args: Any, dtype: Any, is_pure: bool, pack: int) -> Any:
-    """What PTX makes of one number: nothing, rounds it, or takes the launch's argument that lies so many bytes behind one."""
-    (arg,) = args
+    """What PTX makes of one number: nothing, rounds it, takes the launch's argument that lies so many bytes behind one, or drops
+    it where the sign of a word's byte is 0."""
+    arg = args[0]
     text = str(getattr(text, "value", text))
+    if "prmt.b32 m" in text:
+        data, word, byte = (one.handle.data for one in args)
+        kept = word >> (byte & 7) * 8 + 7 & 1
+        return tl.core.tensor(interpreter.TensorHandle(numpy.where(kept != 0, data, 0).astype(data.dtype), dtype), arg.type)
     if text.startswith("mov.b32"):
         return arg
     argument = re.search(r"_param_(\d+);.* ld\.param\.u(\d+) ", text)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from triton.backends.nvidia.compiler import get_ptxas
 from attentions import CUDNN, FLASH, NAMES, SEED, START, Case, bits_of
 from graphs import CACHE, compile_all, execute, kernels, typed
 
@@ -186,3 +189,16 @@ def test_products_are_the_tensor_cores_and_words_do_not_spill(p: float | None, c
         ptx = triton_compile.compile_for_hopper(step.kernel, CACHE).handle.asm["ptx"]
         assert "wgmma.mma_async" in ptx and "ld.local" not in ptx and "st.local" not in ptx
         assert "mma.sync" not in ptx.replace("wgmma.mma_async.sync", "")
+
+
+@pytest.mark.parametrize("p", [0.25, None], ids=["some drop", "none drop"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "not causal"])
+def test_the_assembler_lets_products_overlap(p: float | None, causal: bool, tmp_path: Path) -> None:
+    """It tells where it does not, which is a matter of how loops are written (C7515)."""
+    assembler = get_ptxas(90).path
+    case = Case((4, 12, 1024, 1024, 64), causal=causal, p=p)
+    for step in kernels(case.planned(case.recording()))[-3:]:
+        ptx = tmp_path / f"{step.kernel.name}.ptx"
+        ptx.write_text(triton_compile.compile_for_hopper(step.kernel, CACHE).handle.asm["ptx"])
+        told = subprocess.run([assembler, "-v", "--gpu-name=sm_90a", ptx, "-o", tmp_path / "cubin"], capture_output=True, text=True)
+        assert told.returncode == 0 and "registers" in told.stderr and "serialized" not in told.stderr, told.stderr
