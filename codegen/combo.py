@@ -8,6 +8,7 @@ test. First steps that run the same kernel join (an optimizer's parameters), the
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Callable, Hashable, Iterator, Sequence
@@ -28,8 +29,12 @@ HELD, FAR = 4 << 20, 16 << 20
 be held for longer, and be read from memory instead of from the cache, where that costs more than the launch: about a
 microsecond for so many."""
 
+FEW, HELD_BY_FEW = 132, 16 << 20
+"""A step of at most ``FEW`` programs leaves much of a large GPU idle and may hold so many bytes: beside others of its kind it takes
+a part of the time, even if it reads from memory. Second halves of split sums are such steps."""
+
 WAITING = 64 << 20
-"""Bytes of intermediate results that steps below ``HELD`` may hold together for a launch that they share."""
+"""Bytes of intermediate results that steps which hold few may hold together for a launch that they share."""
 
 TRIES, MAX_DEGREE, WARPS_APART = 4, 256, 4
 
@@ -140,9 +145,11 @@ def _describe(item: Item, step: Step, made: set[Held], used: set[Held]) -> None:
     read, written = touched(step)
     item.nbytes = sum(moved(step, value) for value in (*read, *written))
     taken, left = (sum(map(size_of, values)) for values in (made.intersection(read), used.intersection(written)))
-    item.reading = item.ready if taken > HELD else None
-    item.writing = item.due if left > HELD else None
-    item.held = sum(size for size in (taken, left) if size <= HELD)
+    few = isinstance(step, KernelStep) and math.prod(step.grid) <= FEW
+    most = HELD_BY_FEW if few else HELD
+    item.reading = item.ready if taken > most else None
+    item.writing = item.due if left > most else None
+    item.held = sum(size for size in (taken, left) if size <= most)
     key = kernel_key(step)
     if key is not None and isinstance(step, KernelStep):
         item.kernels[key] = None

@@ -168,6 +168,19 @@ def test_large_results_do_not_wait_for_a_shared_launch(monkeypatch: pytest.Monke
     assert len(kernels(combine(plan(updates(1 << 10, 1 << 13))))) == 2, "small ones are many"
 
 
+def test_results_that_few_programs_read_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the second halves of norms' column sums, which leave most of a GPU idle."""
+    monkeypatch.setattr(combo, "HELD", 1 << 10)
+    few, many = updates(1 << 16, 1 << 13), updates(1 << 19, 1 << 13)
+    assert len(kernels(combine(plan(few)))) == 1 and len(kernels(combine(plan(many)))) == 2
+    monkeypatch.setattr(combo, "HELD_BY_FEW", 1 << 10)
+    assert len(kernels(combine(plan(few)))) == 2
+    monkeypatch.undo()
+    monkeypatch.setattr(combo, "HELD", 1 << 10)
+    monkeypatch.setattr(combo, "WAITING", 6 << 10)
+    assert len(kernels(combine(plan(few)))) == 2, "together they hold too much"
+
+
 def test_large_neighbours_wait_no_longer_than_they_do() -> None:
     """As a rotary embedding's queries and keys: what they are made of lies far apart, but nothing lies between them."""
     def embedded(apart: bool) -> Plan:
