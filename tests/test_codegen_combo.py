@@ -171,7 +171,7 @@ def test_large_results_do_not_wait_for_a_shared_launch(monkeypatch: pytest.Monke
 def test_results_that_few_programs_read_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the second halves of norms' column sums, which leave most of a GPU idle."""
     monkeypatch.setattr(combo, "HELD", 1 << 10)
-    few, many = updates(1 << 16, 1 << 13), updates(1 << 19, 1 << 13)
+    few, many = updates(1 << 14, 1 << 13), updates(1 << 19, 1 << 13)
     assert len(kernels(combine(plan(few)))) == 1 and len(kernels(combine(plan(many)))) == 2
     monkeypatch.setattr(combo, "HELD_BY_FEW", 1 << 10)
     assert len(kernels(combine(plan(few)))) == 2
