@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from codegen import attention_source as source
+from codegen.attention_draws import DRAW as DRAWING
 from codegen.attention_joined import gradients_of
 from codegen.kernel import Kernel, KernelArg, KernelStep, Offset, Pointer, Scalar, Seed, Size, Temporary
 from codegen.lowering import arguments
@@ -32,6 +33,9 @@ class Blocks:
 DRAW, FORWARD, QUERIES, KEYS = Blocks(128, 128, 4, 1), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 3)
 """The fastest of some dozens on an H200."""
 
+WHOLE = Blocks(128, 64, 8, 3)
+"""For a forward whose programs all have as much to do, and which drops."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Left:
@@ -52,7 +56,7 @@ def draw(node: Node, words: Temporary, increment: int) -> KernelStep:
     given.number("p", args["dropout_p"])
     given.sizes(queries=queries, keys=keys)
     constants = {"B0": rows, "B1": columns // 32, "CAUSAL": int(args["is_causal"])}
-    return given.step("draw", source.DRAW, node, constants, DRAW.warps, (queries // rows, keys // columns, batch * heads))
+    return given.step("draw", DRAWING, node, constants, DRAW.warps, (queries // rows, keys // columns, batch * heads))
 
 
 def forward(node: Node, left: Left) -> KernelStep:
@@ -61,7 +65,9 @@ def forward(node: Node, left: Left) -> KernelStep:
         given.tensor(strides, args[name], strides)
     given.tensor("out", node.writes[0], "o")
     given.scratch("sums", left.sums, torch.float32, written=True)
-    return _attend("forward", source.FORWARD, given, node, left, FORWARD, FORWARD.queries)
+    whole = left.words is not None and not args["is_causal"] and args["query"].layout.size[2] % WHOLE.queries == 0
+    blocks = WHOLE if whole else FORWARD
+    return _attend("forward", source.FORWARD, given, node, left, blocks, blocks.queries)
 
 
 def gradients(node: Node, left: Left, common: Temporary) -> list[KernelStep]:

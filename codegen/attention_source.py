@@ -1,55 +1,14 @@
-"""The kernels of attention, with dropout or without, as Triton source. Imports `codegen.random_source` only.
+"""The kernels of attention, with dropout or without, as Triton source. Imports `codegen.attention_draws` only.
 
 After Dao et al., FlashAttention (2022) and FlashAttention-2 (2023): scores are computed block by block and never stored, the
 softmax's maximum and sum are kept as a block is added, and the backward computes the probabilities again from each row's sum.
 What drops is drawn once, by a kernel of its own, as one bit for each score: random numbers are most of the work that libraries do
 in such kernels, in the forward and again in the backward.
-
-Bits lie in words of 32 keys, [batch * heads, keys / 32, queries], so that both passes load words of neighbouring queries.
 """
 
 from __future__ import annotations
 
-from codegen.random_source import PHILOX
-
-PRECISION, ROUNDS = 12, 7
-"""Binary digits of the share that is kept, and of Philox: the fewest rounds that pass BigCrush (Salmon et al. 2011)."""
-
-HEAD = '''"""{title}"""
-
-import triton
-import triton.language as tl
-
-
-'''
-
-_PHILOX = PHILOX.replace("_philox", "_philox_short").replace("static_range(10)", f"static_range({ROUNDS})")
-
-DRAW = HEAD + _PHILOX + f'''@triton.jit
-def {{name}}({{parameters}}, B0: tl.constexpr, B1: tl.constexpr, CAUSAL: tl.constexpr):
-    row = tl.program_id(0) * B0
-    word = tl.program_id(1) * B1
-    head = tl.program_id(2)
-    if CAUSAL and word * 32 > row + B0 - 1:
-        return
-    place = (word + tl.arange(0, B1))[:, None] * queries + (row + tl.arange(0, B0))[None, :]
-    kept = ((1.0 - p) * {1 << PRECISION}.0 + 0.5).to(tl.int32)
-    call = (drawn >> 34).to(tl.uint32) * {-(-PRECISION // 4)}
-    zero = (place * 0).to(tl.uint32)
-    bits = zero
-    for number in tl.static_range({-(-PRECISION // 4)}):
-        turn = zero + (call + number)
-        x, y, z, w = _philox_short(seed, place.to(tl.uint32), zero + head, turn, zero + (drawn >> 2).to(tl.uint32))
-        digit = kept >> (4 * number)
-        bits = (x & bits) | ((x | bits) & (0 - (digit & 1)).to(tl.uint32))
-        bits = (y & bits) | ((y | bits) & (0 - ((digit >> 1) & 1)).to(tl.uint32))
-        bits = (z & bits) | ((z | bits) & (0 - ((digit >> 2) & 1)).to(tl.uint32))
-        bits = (w & bits) | ((w | bits) & (0 - ((digit >> 3) & 1)).to(tl.uint32))
-    bits = bits | (0 - (kept >> {PRECISION})).to(tl.uint32)
-    tl.store(words + head.to(tl.int64) * (queries * (keys // 32)) + place, bits.to(tl.int32, bitcast=True))
-'''
-"""Bits that are 1 with probability 1 - p: random binary numbers below its digits, for 32 keys at a time and from the last digit
-on: where the digit is 1, a random 0 makes the number smaller, where it is 0, a random 1 makes it larger."""
+from codegen.attention_draws import HEAD, PRECISION
 
 _TILE = '''@triton.jit
 def _tile(base, row, stride, ROWS: tl.constexpr, D: tl.constexpr):

@@ -30,8 +30,8 @@ be held for longer, and be read from memory instead of from the cache, where tha
 microsecond for so many."""
 
 FEW, HELD_BY_FEW = 132, 16 << 20
-"""A step of at most ``FEW`` programs leaves much of a large GPU idle and may hold so many bytes: beside others of its kind it takes
-a part of the time, even if it reads from memory. Second halves of split sums are such steps."""
+"""A step of at most ``FEW`` programs leaves much of a large GPU idle and may hold so many bytes: beside others of its kind it
+takes a part of the time, even if it reads from memory. Second halves of split sums are such steps."""
 
 WAITING = 64 << 20
 """Bytes of intermediate results that steps which hold few may hold together for a launch that they share."""

@@ -10,7 +10,7 @@ from graphs import CACHE, kernels
 from recording import Recording
 
 from codegen import attention, interpreted
-from codegen.attention_source import PRECISION
+from codegen.attention_draws import PRECISION
 from codegen.fuse import plan
 from codegen.kernel import Plan
 from ir_nodes import Access, BufferKind, Graph, Layout

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from triton.backends.nvidia.compiler import get_ptxas
 from attentions import CUDNN, FLASH, NAMES, SEED, START, Case, bits_of
 from graphs import CACHE, compile_all, execute, kernels, typed
+from triton.backends.nvidia.compiler import get_ptxas
 
 from codegen import attention, triton_compile
-from codegen.attention_source import FORWARD, KEYS, PRECISION, QUERIES, without_drops
+from codegen.attention_draws import PRECISION
+from codegen.attention_source import FORWARD, KEYS, QUERIES, without_drops
 from codegen.combo import combine
 from codegen.engine import Context
 from codegen.fuse import plan
@@ -200,5 +201,6 @@ def test_the_assembler_lets_products_overlap(p: float | None, causal: bool, tmp_
     for step in kernels(case.planned(case.recording()))[-3:]:
         ptx = tmp_path / f"{step.kernel.name}.ptx"
         ptx.write_text(triton_compile.compile_for_hopper(step.kernel, CACHE).handle.asm["ptx"])
-        told = subprocess.run([assembler, "-v", "--gpu-name=sm_90a", ptx, "-o", tmp_path / "cubin"], capture_output=True, text=True)
+        command = [assembler, "-v", "--gpu-name=sm_90a", ptx, "-o", tmp_path / "cubin"]
+        told = subprocess.run(command, capture_output=True, text=True)
         assert told.returncode == 0 and "registers" in told.stderr and "serialized" not in told.stderr, told.stderr
