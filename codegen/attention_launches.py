@@ -33,8 +33,8 @@ class Blocks:
 DRAW, FORWARD, QUERIES, KEYS = Blocks(128, 128, 4, 1), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 3)
 """The fastest of some dozens on an H200."""
 
-WHOLE = Blocks(128, 64, 8, 3)
-"""For a forward whose programs all have as much to do, and which drops."""
+DROPPING, NEAR = Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2)
+"""A forward's where something drops; gradients' of queries where nothing does and attention is causal: 2 to 8 % faster there."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,8 +65,7 @@ def forward(node: Node, left: Left) -> KernelStep:
         given.tensor(strides, args[name], strides)
     given.tensor("out", node.writes[0], "o")
     given.scratch("sums", left.sums, torch.float32, written=True)
-    whole = left.words is not None and not args["is_causal"] and args["query"].layout.size[2] % WHOLE.queries == 0
-    blocks = WHOLE if whole else FORWARD
+    blocks = DROPPING if left.words is not None and args["query"].layout.size[2] % DROPPING.queries == 0 else FORWARD
     return _attend("forward", source.FORWARD, given, node, left, blocks, blocks.queries)
 
 
@@ -75,8 +74,8 @@ def gradients(node: Node, left: Left, common: Temporary) -> list[KernelStep]:
     args = arguments(node)
     dq, dk, dv = (write for write in gradients_of(node) if write is not None)
     steps = []
-    for name, text, blocks, block in (("queries", source.QUERIES, QUERIES, QUERIES.queries),
-                                      ("keys", source.KEYS, KEYS, KEYS.keys)):
+    near = NEAR if left.words is None and args["is_causal"] else QUERIES
+    for name, text, blocks, block in (("queries", source.QUERIES, near, near.queries), ("keys", source.KEYS, KEYS, KEYS.keys)):
         given = _Arguments()
         for tensor, strides in (("query", "q"), ("key", "k"), ("value", "v")):
             given.tensor(strides, args[tensor], strides)
