@@ -9,6 +9,7 @@ import torch
 from attentions import CUDNN, FLASH, Case
 from graphs import kernels
 
+import lazy_backend  # noqa: F401, registers the device
 from barriers.passes.attention_rows import GRADIENT, RESULT, lay_gradients
 from barriers.passes.rewrite import reread
 from barriers.pipeline import ordered_passes, run_passes
