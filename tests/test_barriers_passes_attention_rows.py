@@ -10,12 +10,12 @@ from attentions import CUDNN, FLASH, Case
 from graphs import kernels
 
 from barriers.passes.attention_rows import GRADIENT, RESULT, lay_gradients
-from barriers.passes.rewrite import reread
 from barriers.pipeline import ordered_passes, run_passes
 from codegen.fuse import plan
 from ir_nodes import Graph, Layout, Node, ops
 from ir_nodes.node import Operand
 from ir_nodes.remarks import Remarks
+from ir_nodes.rewrite import reread
 from ir_nodes.verify import verify
 from tests.device import DEVICE, ON_GPU
 
