@@ -8,6 +8,8 @@ in such kernels, in the forward and again in the backward.
 
 from __future__ import annotations
 
+import re
+
 from codegen.attention_draws import HEAD, PRECISION
 
 _TILE = '''@triton.jit
@@ -240,3 +242,16 @@ def without_drops(text: str) -> str:
     for part, instead in _DROPS:
         text = text.replace(part, instead)
     return text
+
+
+_SUMS = r"""    rounded = \2
+    tl.store(\1, rounded)
+    place = (b * (tl.num_programs(0) // group) + block) * columns + h * D + tl.arange(0, D)
+    tl.store({gradient}_partial + place, tl.sum(rounded.to(tl.float32), 0))
+"""
+"""What stands in place of a gradient's last step: each program leaves a row of partial sums, [batch * blocks, columns]."""
+
+
+def with_sums(text: str, gradient: str) -> str:
+    """The kernel ``text`` that leaves sums of what it stores as ``gradient`` ("dq"), too."""
+    return re.sub(rf"    tl\.store\((_tile\({gradient} .*?\)), (.*)\)\n", _SUMS.replace("{gradient}", gradient), text)
