@@ -15,7 +15,7 @@ from graphs import CACHE, compile_all, execute, externs, kernels, typed
 from barriers.pipeline import run_passes
 from codegen import attention
 from codegen.attention_source import KEYS, QUERIES, with_sums, without_drops
-from codegen.attention_sums import SUMMED, sums_of
+from codegen.attention_sums import SUMMED, flat, sums_of
 from codegen.engine import Context
 from codegen.fuse import plan
 from codegen.kernel import ExternStep, KernelStep, Plan
@@ -174,6 +174,12 @@ def test_others_read_the_gradient_for_a_reason_that_is_told(reason: str) -> None
     operand = node.reads[0].layout
     seen = reference.window(memory[case.access["dk0"].buffer.index], operand).double().sum(node.args[1], node.args[2])
     torch.testing.assert_close(found(case, memory, name).double(), seen, rtol=1e-2, atol=1e-2)
+
+
+def test_rows_with_gaps_between_them_are_no_run_of_rows() -> None:
+    rows = Layout(torch.bfloat16, (2, 128, 192), (2 * 128 * 192, 192, 1))
+    assert flat(rows) == rows and flat(replace(rows, stride=(128 * 192, 192, 1))).size == (256, 192)
+    assert flat(replace(rows, size=(1, 128, 192))).size == (128, 192)
 
 
 def test_a_refused_sum_stays_beside_one_that_is_taken() -> None:
