@@ -209,10 +209,25 @@ def test_products_are_the_tensor_cores_and_words_do_not_spill(p: float | None, c
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "not causal"])
 def test_the_assembler_lets_products_overlap(p: float | None, causal: bool, sums: str, tmp_path: Path) -> None:
     """It tells where it does not, which is a matter of how loops are written (C7515)."""
-    assembler = get_ptxas(90).path
     for step in long(p, causal, sums):
-        ptx = tmp_path / f"{step.kernel.name}.ptx"
-        ptx.write_text(triton_compile.compile_for_hopper(step.kernel, CACHE).handle.asm["ptx"])
-        command = [assembler, "-v", "--gpu-name=sm_90a", ptx, "-o", tmp_path / "cubin"]
-        told = subprocess.run(command, capture_output=True, text=True)
-        assert told.returncode == 0 and "registers" in told.stderr and "serialized" not in told.stderr, told.stderr
+        told = assembled(step, tmp_path)
+        assert "registers" in told and "serialized" not in told, told
+
+
+def assembled(step: KernelStep, folder: Path) -> str:
+    """What the assembler tells of a kernel."""
+    ptx = folder / f"{step.kernel.name}.ptx"
+    ptx.write_text(triton_compile.compile_for_hopper(step.kernel, CACHE).handle.asm["ptx"])
+    command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", ptx, "-o", folder / "cubin"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+@pytest.mark.parametrize("p", [0.25, None], ids=["some drop", "none drop"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "not causal"])
+def test_sums_leave_room_for_as_many_programs(p: float | None, causal: bool, tmp_path: Path) -> None:
+    """A multiprocessor has 64 Ki registers, of which each thread takes a multiple of eight."""
+    def programs(step: KernelStep) -> int:
+        used = int(assembled(step, tmp_path).split(" registers")[0].split()[-1])
+        return 65536 // (-(-used // 8) * 8 * 32 * step.kernel.num_warps)
+
+    assert [*map(programs, long(p, causal, "qkv"))] == [*map(programs, long(p, causal, ""))]

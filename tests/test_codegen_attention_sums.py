@@ -218,6 +218,7 @@ def test_kernels_stay_what_they_are_where_nobody_sums() -> None:
     assert "dv_partial" in sources[NAMES[3]] and "dk_partial" not in sources[NAMES[3]]
     title = f'"""{CUDNN}_backward"""'
     assert sources[NAMES[2]] == made[NAMES[2]].source.replace(title, f'"""{SUMMED[f"{CUDNN}_backward"]}"""')
+    assert "assume" not in sources[NAMES[2]]
 
 
 @pytest.mark.parametrize("text", [QUERIES, without_drops(QUERIES), KEYS, without_drops(KEYS)])
@@ -226,7 +227,6 @@ def test_each_gradient_has_one_place_where_it_is_stored(text: str) -> None:
     for name in names:
         found = with_sums(text, name)
         assert found.count(f"{name}_partial") == 1 and found.count("tl.store(") == text.count("tl.store(") + 1
-    assert all(with_sums(text, name) == text for name in {"dq", "dk", "dv"} - {*names})
 
 
 @pytest.mark.parametrize("case", [Case((2, 3, 100, 100, 64)), Case((2, 3, 128, 128, 32)), Case(mismatch=True)])
