@@ -16,8 +16,9 @@ from typing import Sequence
 
 import torch
 
-from codegen.attention_joined import JOINED, gradients_of, join
+from codegen.attention_joined import JOINED, gradients_of, is_joined, join
 from codegen.attention_launches import Left, draw, forward, gradients
+from codegen.attention_sums import SUMMED, leave_sums
 from codegen.engine import Context
 from codegen.kernel import ExternStep, KernelStep, Plan, Temporary
 from codegen.lowering import arguments
@@ -27,7 +28,7 @@ from ir_nodes.node import Operand
 from ir_nodes.remarks import Remarks
 
 CUDNN, FLASH = "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_flash_attention"
-BACKWARDS = (*JOINED, *JOINED.values())
+BACKWARDS = (*SUMMED, *SUMMED.values())
 TENSORS = ("query", "key", "value")
 OUT, SUMS = 0, 1
 """Results of a forward; the rest are for its backward."""
@@ -72,11 +73,13 @@ def with_kernels(plan: Plan, graph: Graph, remarks: Remarks | None = None, redra
     return _Rewriter(plan, graph, remarks or Remarks(), redraws).run()
 
 
-def join_gradients(graph: Graph, context: Context) -> None:
-    """Before anything is fused: let backwards whose gradients are concatenated put them in their places, where kernels of ours
-    will do so in the end."""
+def give_more(graph: Graph, context: Context) -> None:
+    """Before anything is fused: let backwards that kernels of ours will compute put gradients in their places where they are
+    concatenated, and leave sums where they are summed."""
     if asked() and fits(context):
         with_joined(graph, context.remarks, context.redraws)
+        if settings.enabled("attention_sums"):
+            with_sums(graph, context.remarks, context.redraws)
 
 
 def with_joined(graph: Graph, remarks: Remarks | None = None, redraws: bool = False) -> None:
@@ -85,6 +88,12 @@ def with_joined(graph: Graph, remarks: Remarks | None = None, redraws: bool = Fa
             why = join(graph, node, why_not_rows) if node.target in JOINED else ""
             if why and remarks is not None:
                 remarks.refused("attention", node.name, why)
+
+
+def with_sums(graph: Graph, remarks: Remarks | None = None, redraws: bool = False) -> None:
+    for _, backwards, reason in attentions(graph, redraws):
+        for node in () if reason else backwards:
+            leave_sums(graph, node, remarks or Remarks())
 
 
 def attentions(graph: Graph, redraws: bool) -> list[tuple[Node, list[Node], str]]:
@@ -127,8 +136,10 @@ class _Rewriter:
             how = "draw what drops once, for the backward too" if drops(node) else "draw nothing, for nothing drops"
             self.remarks.did("attention", node.name, f"kernels of our own {how}")
             for one in backwards:
-                if one.target in JOINED.values():
+                if is_joined(one.target):
                     self.remarks.did("attention", one.name, "they put gradients where autograd would concatenate them")
+                if one.target in SUMMED.values():
+                    self.remarks.did("attention_sums", one.name, "they sum blocks of gradients whose sums biases need")
         return self._rewritten() if self.instead else self.plan
 
     def _replace(self, node: Node, backwards: Sequence[Node]) -> None:

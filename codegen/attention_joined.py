@@ -39,10 +39,15 @@ JOINED = {target: _define(target) for target in ("aten::_scaled_dot_product_cudn
 """The op for each backward of attention and the concatenation after it."""
 
 
+def is_joined(target: str) -> bool:
+    """Is it an op that puts gradients side by side, whatever else it gives?"""
+    return "_joined" in target
+
+
 def gradients_of(node: Node) -> list[Write | None]:
     """Where a backward leaves the gradients of queries, keys and values, each as [batch, heads, rows, elements]."""
-    if node.target not in JOINED.values():
-        return [None if place is None else node.writes[place] for place in node.returns]
+    if not is_joined(node.target):
+        return [None if place is None else node.writes[place] for place in node.returns[:3]]
     write, size = node.writes[0], arguments(node)["query"].layout.size
     return [replace(write, layout=part) for part in parts_of(write.layout, size)]
 
@@ -113,6 +118,13 @@ def only(graph: Graph, write: Write) -> bool:
 
 def same_elements(made: Layout, read: Operand) -> bool:
     """Does [batch, rows, heads * elements] see what was made as [batch, heads, rows, elements]?"""
-    batch, heads, rows, width = made.size
-    seen = replace(made, size=(batch, rows, heads * width), stride=(made.stride[0], made.stride[2], made.stride[3]))
-    return seen.alike(read.layout) and (heads == 1 or made.stride[1] == width * made.stride[3])
+    seen = by_rows(made)
+    return seen is not None and seen.alike(read.layout)
+
+
+def by_rows(made: Layout) -> Layout | None:
+    """[batch, heads, rows, elements] seen as [batch, rows, heads * elements]; None where it can't be."""
+    (batch, heads, rows, width), (outer, head, row, step) = made.size, made.stride
+    if heads > 1 and head != width * step:
+        return None
+    return replace(made, size=(batch, rows, heads * width), stride=(outer, row, step))

@@ -11,6 +11,7 @@ import torch
 from codegen import attention_source as source
 from codegen.attention_draws import DRAW as DRAWING
 from codegen.attention_joined import gradients_of
+from codegen.attention_sums import ROWS, sums_of
 from codegen.kernel import Kernel, KernelArg, KernelStep, Offset, Pointer, Scalar, Seed, Size, Temporary
 from codegen.lowering import arguments
 from codegen.source_args import POINTER_TYPES
@@ -30,8 +31,8 @@ class Blocks:
     stages: int
 
 
-DRAW, FORWARD, QUERIES, KEYS = Blocks(128, 128, 4, 1), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 3)
-"""The fastest of some dozens on an H200."""
+DRAW, FORWARD, QUERIES, KEYS = Blocks(128, 128, 4, 1), Blocks(64, 64, 4, 3), Blocks(ROWS, 64, 4, 3), Blocks(64, ROWS, 4, 3)
+"""The fastest of some dozens on an H200. Those of a backward take the rows that are summed at a time."""
 
 DROPPING, NEAR = Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2)
 """A forward's where something drops; gradients' of queries where nothing does and attention is causal: 2 to 8 % faster there."""
@@ -73,6 +74,7 @@ def gradients(node: Node, left: Left, common: Temporary) -> list[KernelStep]:
     """The launches for the gradients of queries, and of keys and values."""
     args = arguments(node)
     dq, dk, dv = (write for write in gradients_of(node) if write is not None)
+    partial = dict(zip(("dq", "dk", "dv"), sums_of(node)))
     steps = []
     near = NEAR if left.words is None and args["is_causal"] else QUERIES
     for name, text, blocks, block in (("queries", source.QUERIES, near, near.queries), ("keys", source.KEYS, KEYS, KEYS.keys)):
@@ -86,6 +88,7 @@ def gradients(node: Node, left: Left, common: Temporary) -> list[KernelStep]:
         else:
             given.tensor("dk", dk, "d")
             given.tensor("dv", dv, "e")
+        text = _with_sums(text, given, {one: partial[one] for one in (("dq",) if name == "queries" else ("dk", "dv"))})
         given.scratch("common", common, torch.float32, written=name == "queries")
         if name == "queries":
             given.scratch("sums", left.sums, torch.float32)
@@ -93,11 +96,22 @@ def gradients(node: Node, left: Left, common: Temporary) -> list[KernelStep]:
     return steps
 
 
+def _with_sums(text: str, given: "_Arguments", partial: dict[str, Write | None]) -> str:
+    """The kernel ``text`` that leaves sums of those gradients that have a place for them."""
+    places = {name: write for name, write in partial.items() if write is not None}
+    for name, write in places.items():
+        text = source.with_sums(text, name)
+        given.place(f"{name}_partial", write)
+    if places:
+        given.sizes(columns=next(iter(places.values())).layout.stride[0])
+    return text
+
+
 def _attend(name: str, text: str, given: "_Arguments", node: Node, left: Left, blocks: Blocks, block: int) -> KernelStep:
     """A launch of programs for ``block`` queries or keys each. Those of several heads lie side by side."""
     args = arguments(node)
     (batch, heads, queries, width), keys = args["query"].layout.size, args["key"].layout.size[2]
-    length = keys if text is source.KEYS else queries
+    length = keys if name == "backward_keys" else queries
     group = max(count for count in range(1, TOGETHER + 1) if batch * heads % count == 0)
     if left.words is None:
         text = source.without_drops(text)
@@ -123,10 +137,14 @@ class _Arguments:
 
     def tensor(self, name: str, place: Operand | Write, strides: str) -> None:
         """A tensor, and its strides along batch, heads and rows as ``strides`` with "b", "h" and "t"."""
+        self.place(name, place)
+        self.entries += [(strides + axis, "i32", Size(stride)) for axis, stride in zip("bht", place.layout.stride)]
+
+    def place(self, name: str, place: Operand | Write) -> None:
+        """Where a tensor starts."""
         layout = place.layout
         self.entries.append((name, f"*{POINTER_TYPES[layout.dtype]}",
                              Pointer(place.value, layout.offset * layout.itemsize, layout.dtype)))
-        self.entries += [(strides + axis, "i32", Size(stride)) for axis, stride in zip("bht", layout.stride)]
         (self.writes if isinstance(place, Write) else self.reads).append(place.value)
 
     def scratch(self, name: str, memory: Temporary, dtype: Any, written: bool = False) -> None:

@@ -8,6 +8,8 @@ in such kernels, in the forward and again in the backward.
 
 from __future__ import annotations
 
+import re
+
 from codegen.attention_draws import HEAD, PRECISION
 
 _TILE = '''@triton.jit
@@ -240,3 +242,22 @@ def without_drops(text: str) -> str:
     for part, instead in _DROPS:
         text = text.replace(part, instead)
     return text
+
+
+_SUMS = r"""    tl.store(\1, \2)
+    tl.debug_barrier()
+    place = (b * (tl.num_programs(0) // group) + block) * columns + h * D + tl.arange(0, D)
+    tl.store({gradient}_partial + place, tl.sum(tl.load(\1).to(tl.float32), 0))
+"""
+"""What stands in place of a gradient's last step: each program leaves a row of partial sums, [batch * blocks, columns]. It loads
+what it has stored: summed as products leave it in registers, it takes so many more of these in one kernel that a multiprocessor
+has room for two programs instead of three."""
+
+_LOOP = "    whole = row // B1 * B1 if CAUSAL else keys\n"
+
+
+def with_sums(text: str, gradient: str) -> str:
+    """The kernel ``text`` that leaves sums of what it stores as ``gradient`` ("dq"), too. What is said of `KEYS` then holds for
+    `QUERIES`, too: the compiler has to know that the loop runs."""
+    text = text.replace(_LOOP, "    tl.assume(keys >= B1)\n" + _LOOP)
+    return re.sub(rf"    tl\.store\((_tile\({gradient} .*?\)), (.*)\)\n", _SUMS.replace("{gradient}", gradient), text)

@@ -9,7 +9,7 @@ from typing import Any, Sequence
 import torch
 
 from codegen import product_bench
-from codegen.attention import join_gradients, use_kernels
+from codegen.attention import give_more, use_kernels
 from codegen.autotune import tuned
 from codegen.benchmark_fusion import measured_sides
 from codegen.combo import combine
@@ -47,7 +47,7 @@ def fuse(graph: Graph, context: Context) -> Plan:
     tuning, remarks = tuning_of(context), context.remarks
     if not context.cuda:
         return combine(plan(graph, tuning=tuning, lowered=context.lowered, remarks=remarks))
-    join_gradients(graph, context)
+    give_more(graph, context)
     timer = on_gpu(context.kernel_dir, context.device) if context.measures else remembered
     where = (context.kernel_dir, context.device, timer, remarks)
     sides, products = measured_sides(graph, tuning, *where), measured_products(graph, tuning, *where)

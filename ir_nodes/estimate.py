@@ -107,7 +107,7 @@ def _formula(target: str) -> Callable[..., Any] | None:
         return lambda x, weight, *rest, **more: 2 * math.prod(x) * weight[0]
     if name in ("cudnn_convolution_relu", "cudnn_convolution_add_relu"):
         return lambda x, weight, *rest, out_val: 2 * math.prod(out_val) * math.prod(weight[1:])
-    name = name.removesuffix("_joined").replace("_for_cpu", "").replace("_backward_overrideable", "_backward")
+    name = ops.first_of(name).replace("_for_cpu", "").replace("_backward_overrideable", "_backward")
     name = name.replace("_addmm_activation", "addmm").removesuffix("_")
     packet = getattr(torch.ops.aten, name, None)
     return flop_registry.get(packet) if packet is not None else None

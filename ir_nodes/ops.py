@@ -91,7 +91,7 @@ _KINDS: dict[str, str] = {
 _BETWEEN_RANKS = ("lazysched", "c10d", "_c10d_functional", "c10d_functional")
 
 OWN = "lazysched_own"
-"""Of ops that codegen makes of two: "_joined" follows the name of the first, whose kind they are."""
+"""Of ops that codegen makes of several: "_joined" or "_sums" or both follow the name of the first, whose kind they are."""
 
 # In-place ops that never read the old elements of what they write.
 _WRITE_ONLY = frozenset(
@@ -178,7 +178,7 @@ def info(target: str) -> OpInfo:
     """The table's row for ``target``; for an op outside of it, an "extern" row with what torch's own tags say."""
     space, name, _ = split(target)
     tags = _tags(target)
-    kind = _kind(name.removesuffix("_joined")) if space in ("aten", OWN) else "extern"
+    kind = _kind(first_of(name)) if space in ("aten", OWN) else "extern"
     if space in _BETWEEN_RANKS:
         kind = "wait" if "wait" in name else "collective"
     known = kind not in ("extern", *COLLECTIVE)
@@ -216,6 +216,11 @@ def reads_only(target: str, args: Sequence[object]) -> bool:
         return False
     names = [spec.name for spec in schema(target).arguments]
     return args[names.index("training")] is False
+
+
+def first_of(name: str) -> str:
+    """The op that stands first in one of codegen's own, by its name; other names are their own."""
+    return name.removesuffix("_sums").removesuffix("_joined")
 
 
 def _kind(name: str) -> str:

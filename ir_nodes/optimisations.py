@@ -41,6 +41,7 @@ OPTIMISATIONS: dict[str, str] = {
     "numbered_arguments": "programs of a launch that kernels share find their arguments by number, not in branches",
     "templates": "matrix products with what follows them in one kernel, where LAZYSCHED_TEMPLATES asks and it measured faster",
     "attention": "attention in kernels of our own, where LAZYSCHED_ATTENTION asks for it",
+    "attention_sums": "kernels of our own that make attention's gradients sum blocks of them, where biases need their sums",
     "autotune": "block sizes and warps are measured, once per kernel and machine, where LAZYSCHED_AUTOTUNE asks for it",
     "products": "large products in 16 bits by the fastest of cuBLASLt's suggestions, where LAZYSCHED_AUTOTUNE asks for it",
     "counters": "what cuBLASLt's algorithms count with is set to zero once for a CUDA graph, not before each product",

@@ -106,6 +106,20 @@ class Case:
                 else one.view(torch.uint8) for index, one in inputs.items()}
         return Recording(graph, data, [number for number in (self.p, self.scale) if number is not None])
 
+    def add_sum(self, recording: Recording, of: str, name: str = "", shape: tuple[int, ...] = (), dims: tuple[int, ...] = (0,),
+                keepdim: bool = True, dtype: torch.dtype | None = None, layout: Layout | None = None) -> str:
+        """Record the sum of a gradient as [batch * rows, columns], as ``shape`` or through ``layout``. Returns its name."""
+        name, access = name or f"sum of {of}", self.access[of]
+        batch, heads, rows, width = access.layout.size
+        seen = layout or Layout.contiguous(self.dtype, shape or (batch * rows, heads * width))
+        result = torch.empty(seen.size, device="meta").sum(dims, keepdim)
+        self.tensors[name] = torch.empty(result.shape, dtype=dtype or self.dtype)
+        buffer = recording.graph.add_buffer(self.tensors[name].nbytes, live=True)
+        self.access[name] = Access(buffer, Layout.contiguous(dtype or self.dtype, tuple(result.shape)), "w")
+        args = [replace(access, layout=seen, mode="r"), list(dims), keepdim, dtype]
+        recording.graph.record("aten::sum.IntList_out", [*args, self.access[name]])
+        return name
+
     def planned(self, recording: Recording, remarks: Remarks | None = None) -> Plan:
         return attention.with_kernels(plan(recording.graph), recording.graph, remarks)
 

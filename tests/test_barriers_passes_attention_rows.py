@@ -11,12 +11,12 @@ from graphs import kernels
 
 import lazy_backend  # noqa: F401, registers the device
 from barriers.passes.attention_rows import GRADIENT, RESULT, lay_gradients
-from barriers.passes.rewrite import reread
 from barriers.pipeline import ordered_passes, run_passes
 from codegen.fuse import plan
 from ir_nodes import Graph, Layout, Node, ops
 from ir_nodes.node import Operand
 from ir_nodes.remarks import Remarks
+from ir_nodes.rewrite import reread
 from ir_nodes.verify import verify
 from tests.device import DEVICE, ON_GPU
 

@@ -19,7 +19,7 @@ from codegen.attention_source import FORWARD, KEYS, QUERIES, without_drops
 from codegen.combo import combine
 from codegen.engine import Context
 from codegen.fuse import plan
-from codegen.kernel import Offset, Plan
+from codegen.kernel import KernelStep, Offset, Plan
 from ir_nodes import Layout, settings
 from ir_nodes.remarks import Remarks
 from tests.device import ON_GPU
@@ -181,26 +181,53 @@ def ancestors(made: Plan, index: int) -> set[int]:
     return found
 
 
+def long(p: float | None, causal: bool, sums: str) -> list[KernelStep]:
+    """The launches that attend, of kernels as they are for long sequences. ``sums``: gradients that are summed for biases."""
+    case = Case((4, 12, 1024, 1024, 64), causal=causal, p=p)
+    recording = case.recording()
+    for letter in sums:
+        case.add_sum(recording, f"d{letter}0")
+    attention.with_sums(recording.graph)
+    found = [step for step in kernels(case.planned(recording)) if step.kernel.name in NAMES[1:]]
+    assert [step.kernel.source.count("_partial + ") for step in found] == [0, "q" in sums, ("k" in sums) + ("v" in sums)]
+    return found
+
+
+@pytest.mark.parametrize("sums", ["", "v", "qkv"])
 @pytest.mark.parametrize("p", [0.25, None], ids=["some drop", "none drop"])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "not causal"])
-def test_products_are_the_tensor_cores_and_words_do_not_spill(p: float | None, causal: bool) -> None:
+def test_products_are_the_tensor_cores_and_words_do_not_spill(p: float | None, causal: bool, sums: str) -> None:
     """Bits become a tile of scores in registers: only words pass through shared memory."""
-    case = Case((4, 12, 1024, 1024, 64), causal=causal, p=p)
-    for step in kernels(case.planned(case.recording()))[-3:]:
+    for step in long(p, causal, sums):
         ptx = triton_compile.compile_for_hopper(step.kernel, CACHE).handle.asm["ptx"]
         assert "wgmma.mma_async" in ptx and "ld.local" not in ptx and "st.local" not in ptx
         assert "mma.sync" not in ptx.replace("wgmma.mma_async.sync", "")
 
 
+@pytest.mark.parametrize("sums", ["", "v", "qkv"])
 @pytest.mark.parametrize("p", [0.25, None], ids=["some drop", "none drop"])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "not causal"])
-def test_the_assembler_lets_products_overlap(p: float | None, causal: bool, tmp_path: Path) -> None:
+def test_the_assembler_lets_products_overlap(p: float | None, causal: bool, sums: str, tmp_path: Path) -> None:
     """It tells where it does not, which is a matter of how loops are written (C7515)."""
-    assembler = get_ptxas(90).path
-    case = Case((4, 12, 1024, 1024, 64), causal=causal, p=p)
-    for step in kernels(case.planned(case.recording()))[-3:]:
-        ptx = tmp_path / f"{step.kernel.name}.ptx"
-        ptx.write_text(triton_compile.compile_for_hopper(step.kernel, CACHE).handle.asm["ptx"])
-        command = [assembler, "-v", "--gpu-name=sm_90a", ptx, "-o", tmp_path / "cubin"]
-        told = subprocess.run(command, capture_output=True, text=True)
-        assert told.returncode == 0 and "registers" in told.stderr and "serialized" not in told.stderr, told.stderr
+    for step in long(p, causal, sums):
+        told = assembled(step, tmp_path)
+        assert "registers" in told and "serialized" not in told, told
+
+
+def assembled(step: KernelStep, folder: Path) -> str:
+    """What the assembler tells of a kernel."""
+    ptx = folder / f"{step.kernel.name}.ptx"
+    ptx.write_text(triton_compile.compile_for_hopper(step.kernel, CACHE).handle.asm["ptx"])
+    command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", ptx, "-o", folder / "cubin"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+@pytest.mark.parametrize("p", [0.25, None], ids=["some drop", "none drop"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "not causal"])
+def test_sums_leave_room_for_as_many_programs(p: float | None, causal: bool, tmp_path: Path) -> None:
+    """A multiprocessor has 64 Ki registers, of which each thread takes a multiple of eight."""
+    def programs(step: KernelStep) -> int:
+        used = int(assembled(step, tmp_path).split(" registers")[0].split()[-1])
+        return 65536 // (-(-used // 8) * 8 * 32 * step.kernel.num_warps)
+
+    assert [*map(programs, long(p, causal, "qkv"))] == [*map(programs, long(p, causal, ""))]

@@ -14,7 +14,6 @@ from graphs import check, kernels, record
 from hypothesis import example, given, settings
 from programs import Step, inputs, interpret, steps
 
-from barriers.passes.rewrite import redirect
 from codegen import alike, lowered
 from codegen.emit import emit_group
 from codegen.fuse import plan
@@ -25,6 +24,7 @@ from codegen.lower import lower
 from codegen.partition import partition
 from codegen.tuning import HOPPER, Tuning
 from ir_nodes import Access, BufferKind, Graph, Layout, Node
+from ir_nodes.rewrite import redirect
 
 LOOPED = Tuning(tile=64, persistent=16, looped=16)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Iterator
+from typing import Callable, Iterator
 
 import pytest
 import torch
@@ -166,6 +166,38 @@ def test_kernels_put_gradients_side_by_side_for_one_products_backward(p: float) 
         assert (made.cpu().double() - want).norm() < 0.02 * want.norm()
     report = str(lazy_backend.explain(lambda: of_one_product(*ours, p)))
     assert "attention_backward_keys" in report and "autograd would concatenate" in report
+
+
+def of_three_products(x: Tensor, weight: Tensor, bias: Tensor, p: float) -> list[Tensor]:
+    """As `of_one_product`, of a product for each, as in BERT: keys' has no bias, as in Whisper."""
+    width = x.shape[2]
+    given = [one.detach().requires_grad_() for one in (x, *weight.split(width), *bias.split(width)[::2])]
+    parts = [F.linear(x, given[1 + number], given[4 + number // 2] if number != 1 else None) for number in range(3)]
+    q, k, v = (part.view(*x.shape[:2], width // 64, 64).transpose(1, 2) for part in parts)
+    out = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=False).transpose(1, 2).reshape(x.shape)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), given[1:])]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("program", [of_one_product, of_three_products])
+@pytest.mark.parametrize("p", [NOTHING, 0.0])
+def test_biases_gradients_are_sums_that_kernels_leave(p: float, program: Callable[..., list[Tensor]], dtype: torch.dtype) -> None:
+    """As exact as sums of whole gradients: float32 sums in another order are seldom rounded otherwise."""
+    torch.manual_seed(2)
+    given = [one.to(dtype) for one in (torch.randn(3, 192, 192), torch.randn(576, 192) / 14, torch.randn(576))]
+    ours = [one.to(DEVICE) for one in given]
+    made: list[list[Tensor]] = []
+    for disabled in (set(), {"attention_sums"}):
+        with settings.override(disable=frozenset(disabled)):
+            assert ("whose sums biases need" in str(lazy_backend.explain(lambda: program(*ours, p)))) == (not disabled)
+            for _ in range(3):  # launched, captured, replayed
+                found = program(*ours, p)
+                lazy_backend.mark_step()
+            made.append([one.cpu() for one in found])
+    for one, other, wanted in zip(*made, program(*[one.double() for one in given], 0.0)):
+        assert (one != other).float().mean() < 0.02
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+        assert (one.double() - wanted).norm() < 0.02 * wanted.norm()
 
 
 @pytest.mark.parametrize("target", JOINED)

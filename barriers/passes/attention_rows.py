@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from barriers.passes.rewrite import copy, new_value, reread
 from ir_nodes import Graph, Layout, Node, Operand
 from ir_nodes.node import Write
 from ir_nodes.remarks import Remarks
+from ir_nodes.rewrite import copy, new_value, reread
 
 BACKWARD = "aten::_scaled_dot_product_cudnn_attention_backward"
 GRADIENT, RESULT = 0, 4

@@ -12,8 +12,8 @@ from typing import Iterable
 
 from barriers.passes.conv_bias import CONVOLUTION
 from barriers.passes.permuted import is_channels_last, last_strides, makes_last
-from barriers.passes.rewrite import copy, new_value, reread
 from ir_nodes import Graph, Layout, Node, Operand, Write
+from ir_nodes.rewrite import copy, new_value, reread
 
 
 def bridge(graph: Graph, convolutions: Iterable[Node]) -> None:

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from barriers.passes.permuted import is_channels_last
-from barriers.passes.rewrite import new_value, read
 from ir_nodes import BufferKind, Graph, Layout, Node, Operand, Value, Write
 from ir_nodes.node import Arg, Target
 from ir_nodes.remarks import Remarks
+from ir_nodes.rewrite import new_value, read
 
 CONVOLUTION, BIAS = "aten::convolution", 2
 RELUS = ("aten::relu", "aten::relu_")

@@ -12,11 +12,11 @@ from dataclasses import replace
 
 from barriers.passes.conv_bias import is_depthwise, why_not_cudnn
 from barriers.passes.permuted import is_channels_last
-from barriers.passes.rewrite import read
 from ir_nodes import Graph, Node, Write
 from ir_nodes.node import Target
 from ir_nodes.ops import info
 from ir_nodes.remarks import Remarks
+from ir_nodes.rewrite import read
 
 BACKWARD, SUM = "aten::convolution_backward", "aten::sum.IntList_out"
 INPUT, WEIGHT, BIAS = range(3)

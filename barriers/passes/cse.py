@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Hashable
 
 from barriers.footprint import SHORT, Footprint
-from barriers.passes.rewrite import Substitution
 from ir_nodes import BufferKind, Graph, Node, Operand, Value, Write
 from ir_nodes.node import Arg
 from ir_nodes.ops import info, split
 from ir_nodes.remarks import Remarks
+from ir_nodes.rewrite import Substitution
 
 _IMPURE = ("random", "data_dependent", "value_access", "extern", "collective", "wait")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from barriers.passes.cse import is_whole
-from barriers.passes.rewrite import Substitution
 from ir_nodes import BufferKind, Graph, Node, Operand, Value
 from ir_nodes.remarks import Remarks
+from ir_nodes.rewrite import Substitution
 
 _COPIES = ("aten::copy_", "aten::clone", "aten::_to_copy", "aten::contiguous", "aten::clone.out", "aten::_to_copy.out")
 LONGEST = 8

@@ -16,11 +16,11 @@ from barriers.model import memory
 from barriers.passes.cheap import ROWS, is_cheap, sees_all
 from barriers.passes.dead import eliminate_dead
 from barriers.passes.recompute import Copied, Partition, homes, traffic
-from barriers.passes.rewrite import clone, redirect
 from ir_nodes import Graph, Node, Value
 from ir_nodes.estimate import CUDA, cost
 from ir_nodes.ops import COLLECTIVE, info
 from ir_nodes.remarks import Remarks
+from ir_nodes.rewrite import clone, redirect
 
 PART = 1 / 160
 """Of a step's estimated time, what all copies may take."""

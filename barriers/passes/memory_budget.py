@@ -14,12 +14,12 @@ from typing import Callable, Iterable, NamedTuple, Sequence
 from barriers.model import last_uses, memory
 from barriers.passes.dead import eliminate_dead
 from barriers.passes.recompute import Partition
-from barriers.passes.rewrite import clone, redirect
 from barriers.refusals import at, describe
 from ir_nodes import BufferKind, Graph, Node, Value
 from ir_nodes.estimate import CPU, CUDA, cost
 from ir_nodes.ops import info, split
 from ir_nodes.remarks import Remarks
+from ir_nodes.rewrite import clone, redirect
 
 _REPEATABLE = frozenset(("pointwise", "fill", "copy", "gather", "softmax", "normalization", "reduction", "scan", "loss", "pool",
                          "matmul", "convolution", "attention"))  # fmt: skip

@@ -13,11 +13,11 @@ from typing import Iterator, Sequence
 
 from barriers.footprint import SHORT, Footprint
 from barriers.passes.fold import is_copy
-from barriers.passes.rewrite import reread
 from ir_nodes import Graph, Layout, Node, Operand, Value
 from ir_nodes.node import Target
 from ir_nodes.ops import COLLECTIVE, info
 from ir_nodes.remarks import Remarks
+from ir_nodes.rewrite import reread
 from ir_nodes.verify import reach
 
 EXCHANGE, WITHOUT_OWN = "lazysched::all_to_all_single", "lazysched::all_to_all_others"

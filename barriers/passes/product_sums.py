@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
-from barriers.passes.rewrite import read
 from ir_nodes import BufferKind, Graph, Layout, Node, Operand, Value, Write
 from ir_nodes.node import Arg, Target
 from ir_nodes.remarks import Remarks
+from ir_nodes.rewrite import read
 
 PRODUCTS, ONTO = ("aten::mm", "aten::mm.out"), "aten::addmm_"
 OUT_OF_PLACE, IN_PLACE = ("aten::add.out", "aten::add.Tensor"), "aten::add_.Tensor"

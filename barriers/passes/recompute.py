@@ -13,10 +13,10 @@ from typing import Callable, Sequence
 from barriers.min_cut import NEVER, min_cut
 from barriers.passes.cheap import ROWS, is_cheap, sees_all
 from barriers.passes.dead import eliminate_dead
-from barriers.passes.rewrite import clone, redirect
 from ir_nodes import Graph, Node, Value
 from ir_nodes.ops import info
 from ir_nodes.remarks import Remarks
+from ir_nodes.rewrite import clone, redirect
 
 Partition = Callable[[Graph], Sequence[tuple[tuple[Node, ...], bool]]]
 """Gives the kernels that a graph would become, as nodes and whether they are fused; the others are run one by one."""

@@ -1,12 +1,13 @@
-"""What passes rewrite a graph with: other operands for users, one or many at once; new values and nodes. Imports `ir_nodes`."""
+"""What passes rewrite a graph with: other operands for users, one or many at once; new values and nodes. Imports `ir_nodes.graph`
+and `ir_nodes.node` only."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Callable, Iterable, Mapping
 
-from ir_nodes import Graph, Node, Operand, Value, Write
-from ir_nodes.node import Arg, Target
+from ir_nodes.graph import Graph
+from ir_nodes.node import Arg, Node, Operand, Target, Value, Write
 
 
 def redirect(user: Node, instead: Mapping[Value, Value]) -> None:
