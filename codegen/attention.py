@@ -83,17 +83,20 @@ def give_more(graph: Graph, context: Context) -> None:
 
 
 def with_joined(graph: Graph, remarks: Remarks | None = None, redraws: bool = False) -> None:
-    for _, backwards, reason in attentions(graph, redraws):
-        for node in () if reason else backwards:
-            why = join(graph, node, why_not_rows) if node.target in JOINED else ""
-            if why and remarks is not None:
-                remarks.refused("attention", node.name, why)
+    for node in backwards_of_ours(graph, redraws):
+        why = join(graph, node, why_not_rows) if node.target in JOINED else ""
+        if why and remarks is not None:
+            remarks.refused("attention", node.name, why)
 
 
 def with_sums(graph: Graph, remarks: Remarks | None = None, redraws: bool = False) -> None:
-    for _, backwards, reason in attentions(graph, redraws):
-        for node in () if reason else backwards:
-            leave_sums(graph, node, remarks or Remarks())
+    for node in backwards_of_ours(graph, redraws):
+        leave_sums(graph, node, remarks or Remarks())
+
+
+def backwards_of_ours(graph: Graph, redraws: bool) -> list[Node]:
+    """The backwards that kernels of ours will compute."""
+    return [node for _, backwards, reason in attentions(graph, redraws) if not reason for node in backwards]
 
 
 def attentions(graph: Graph, redraws: bool) -> list[tuple[Node, list[Node], str]]:

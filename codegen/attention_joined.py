@@ -21,20 +21,25 @@ from ir_nodes.node import Operand, Write
 _OURS = torch.library.Library(ops.OWN, "DEF")
 
 
-def _define(target: str) -> str:
-    """An op that takes what ``target`` takes, a backward of attention, and gives [batch, rows, 3 * heads * elements]."""
+def define(target: str, ending: str, results: str, function: Callable[..., Any]) -> str:
+    """An op of our own, named as ``target`` with an ``ending``, that takes what ``target`` takes and gives ``results``, as
+    ``function`` computes them. Returns its name with its namespace."""
     taken, _, _ = str(ops.schema(target)).partition(" -> ")
-    name = f"{ops.split(target)[1]}_joined"
-
-    def joined(*positional: Any, **keyword: Any) -> Tensor:
-        return torch.cat([made.transpose(1, 2).flatten(2) for made in ops.overload(target)(*positional, **keyword)], 2)
-
-    _OURS.define(name + taken[taken.index("(") :] + " -> Tensor")
-    _OURS.impl(name, joined, "CompositeExplicitAutograd")
+    name = ops.split(target)[1] + ending
+    _OURS.define(f"{name}{taken[taken.index('(') :]} -> {results}")
+    _OURS.impl(name, function, "CompositeExplicitAutograd")
     return f"{ops.OWN}::{name}"
 
 
-JOINED = {target: _define(target) for target in ("aten::_scaled_dot_product_cudnn_attention_backward",
+def _joined(target: str) -> str:
+    """An op that takes what ``target`` takes, a backward of attention, and gives [batch, rows, 3 * heads * elements]."""
+    def joined(*positional: Any, **keyword: Any) -> Tensor:
+        return torch.cat([made.transpose(1, 2).flatten(2) for made in ops.overload(target)(*positional, **keyword)], 2)
+
+    return define(target, "_joined", "Tensor", joined)
+
+
+JOINED = {target: _joined(target) for target in ("aten::_scaled_dot_product_cudnn_attention_backward",
                                                  "aten::_scaled_dot_product_flash_attention_backward")}
 """The op for each backward of attention and the concatenation after it."""
 

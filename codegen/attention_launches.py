@@ -67,7 +67,7 @@ def forward(node: Node, left: Left) -> KernelStep:
     given.tensor("out", node.writes[0], "o")
     given.scratch("sums", left.sums, torch.float32, written=True)
     blocks = DROPPING if left.words is not None and args["query"].layout.size[2] % DROPPING.queries == 0 else FORWARD
-    return _attend("forward", source.FORWARD, given, node, left, blocks, blocks.queries)
+    return _attend("forward", source.FORWARD, given, node, left, blocks)
 
 
 def gradients(node: Node, left: Left, common: Temporary) -> list[KernelStep]:
@@ -77,7 +77,7 @@ def gradients(node: Node, left: Left, common: Temporary) -> list[KernelStep]:
     partial = dict(zip(("dq", "dk", "dv"), sums_of(node)))
     steps = []
     near = NEAR if left.words is None and args["is_causal"] else QUERIES
-    for name, text, blocks, block in (("queries", source.QUERIES, near, near.queries), ("keys", source.KEYS, KEYS, KEYS.keys)):
+    for name, text, blocks in (("queries", source.QUERIES, near), ("keys", source.KEYS, KEYS)):
         given = _Arguments()
         for tensor, strides in (("query", "q"), ("key", "k"), ("value", "v")):
             given.tensor(strides, args[tensor], strides)
@@ -92,7 +92,7 @@ def gradients(node: Node, left: Left, common: Temporary) -> list[KernelStep]:
         given.scratch("common", common, torch.float32, written=name == "queries")
         if name == "queries":
             given.scratch("sums", left.sums, torch.float32)
-        steps.append(_attend(f"backward_{name}", text, given, node, left, blocks, block))
+        steps.append(_attend(f"backward_{name}", text, given, node, left, blocks))
     return steps
 
 
@@ -107,11 +107,12 @@ def _with_sums(text: str, given: "_Arguments", partial: dict[str, Write | None])
     return text
 
 
-def _attend(name: str, text: str, given: "_Arguments", node: Node, left: Left, blocks: Blocks, block: int) -> KernelStep:
-    """A launch of programs for ``block`` queries or keys each. Those of several heads lie side by side."""
+def _attend(name: str, text: str, given: "_Arguments", node: Node, left: Left, blocks: Blocks) -> KernelStep:
+    """A launch of programs for a block of queries each, of keys where gradients of these are made. Those of several heads lie
+    side by side."""
     args = arguments(node)
     (batch, heads, queries, width), keys = args["query"].layout.size, args["key"].layout.size[2]
-    length = keys if name == "backward_keys" else queries
+    programs = keys // blocks.keys if name == "backward_keys" else queries // blocks.queries
     group = max(count for count in range(1, TOGETHER + 1) if batch * heads % count == 0)
     if left.words is None:
         text = source.without_drops(text)
@@ -124,7 +125,7 @@ def _attend(name: str, text: str, given: "_Arguments", node: Node, left: Left, b
     given.sizes(heads=heads, group=group, queries=queries, keys=keys)
     constants = {"B0": blocks.queries, "B1": blocks.keys, "D": width, "CAUSAL": int(args["is_causal"]), "STAGES": blocks.stages}
     text = text.replace("{scale}", "scale" if isinstance(scale, ScalarInput) else repr(width**-0.5 if scale is None else scale))
-    return given.step(name, text, node, constants, blocks.warps, (length // block * group, batch * heads // group, 1))
+    return given.step(name, text, node, constants, blocks.warps, (programs * group, batch * heads // group, 1))
 
 
 class _Arguments:

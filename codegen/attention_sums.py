@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from codegen.attention_joined import JOINED, by_rows, gradients_of, is_joined
+from codegen.attention_joined import JOINED, by_rows, define, gradients_of, is_joined
 from codegen.lowering import arguments
 from ir_nodes import Graph, Layout, Node, Operand, Write, ops
 from ir_nodes.remarks import Remarks
@@ -25,14 +25,11 @@ ROWS = 64
 """Queries or keys whose gradients a program makes: so many rows have a sum of their own."""
 
 SUM = ("aten", "sum")
-_OURS = torch.library.Library(ops.OWN, "FRAGMENT")
 
 
-def _define(target: str) -> str:
+def _summed(target: str) -> str:
     """An op that takes what ``target`` takes, a backward of attention, and gives what that gives; then, for each of these
     gradients, sums of ROWS rows, float32 [batch * rows / ROWS, columns]."""
-    taken, _, _ = str(ops.schema(target)).partition(" -> ")
-    name = f"{ops.split(target)[1]}_sums"
     joined = is_joined(target)
 
     def summed(*positional: Any, **keyword: Any) -> tuple[Tensor, ...]:
@@ -41,13 +38,10 @@ def _define(target: str) -> str:
         rows = made if joined else [one.transpose(1, 2).flatten(2) for one in made]
         return (*made, *(one.reshape(-1, ROWS, one.shape[2]).sum(1, dtype=torch.float32) for one in rows))
 
-    results = ", ".join(["Tensor"] * (2 if joined else 6))
-    _OURS.define(f"{name}{taken[taken.index('(') :]} -> ({results})")
-    _OURS.impl(name, summed, "CompositeExplicitAutograd")
-    return f"{ops.OWN}::{name}"
+    return define(target, "_sums", f"({', '.join(['Tensor'] * (2 if joined else 6))})", summed)
 
 
-SUMMED = {target: _define(target) for target in (*JOINED, *JOINED.values())}
+SUMMED = {target: _summed(target) for target in (*JOINED, *JOINED.values())}
 """The op for each backward of attention, joined or not, and the sums of its gradients."""
 
 

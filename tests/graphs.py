@@ -15,6 +15,7 @@ from codegen.combo import combine
 from codegen.fuse import plan
 from codegen.kernel import ExternStep, Kernel, KernelStep, Plan
 from codegen.memory_plan import MemoryPlan
+from codegen.step_use import StepUse, kernel_use, node_use
 from codegen.tuning import HOPPER, Tuning
 from ir_nodes import call, ops
 from ir_nodes.reference import window
@@ -37,6 +38,11 @@ def kernels(made: Plan) -> list[KernelStep]:
 
 def externs(made: Plan) -> list[ExternStep]:
     return [step for step in made.steps if isinstance(step, ExternStep)]
+
+
+def uses_of(made: Plan) -> list[StepUse]:
+    """What each step does to memory."""
+    return [kernel_use(step) if isinstance(step, KernelStep) else node_use(step.node) for step in made.steps]
 
 
 def compile_all(made: Plan) -> None:

@@ -8,15 +8,14 @@ import children
 import pytest
 import torch
 from attentions import CUDNN, FLASH, NAMES, Case, bits_of
-from graphs import compile_all, execute, externs, kernels, typed
+from graphs import compile_all, execute, externs, kernels, typed, uses_of
 
 from barriers.pipeline import run_passes
 from codegen import attention
 from codegen.attention_joined import JOINED, gradients_of
 from codegen.fuse import plan
-from codegen.kernel import ExternStep, Plan
+from codegen.kernel import Plan
 from codegen.memory_plan import plan_memory
-from codegen.step_use import kernel_use, node_use
 from ir_nodes import Graph, estimate, ops
 from ir_nodes.remarks import Remarks
 from ir_nodes.verify import verify
@@ -48,8 +47,7 @@ def test_gradients_lie_side_by_side(case: Case) -> None:
     assert sum(count for remark, count in remarks.all() if remark.done and "where autograd would" in remark.why) == case.backwards
     compile_all(made)
     kept = bits_of(case, made, recording) if draws else 1.0
-    uses = [node_use(step.node) if isinstance(step, ExternStep) else kernel_use(step) for step in made.steps]
-    for places in (None, plan_memory(recording.graph, uses, [one.nbytes for one in made.temporaries], donate=False)):
+    for places in (None, plan_memory(recording.graph, uses_of(made), [one.nbytes for one in made.temporaries], donate=False)):
         memory = execute(recording, made, places)
         wanted = case.reference(kept)
         for number in range(case.backwards):

@@ -10,7 +10,7 @@ import children
 import pytest
 import torch
 from attentions import CUDNN, FLASH, NAMES, Case, bits_of
-from graphs import CACHE, compile_all, execute, externs, kernels, typed
+from graphs import CACHE, compile_all, execute, externs, kernels, typed, uses_of
 
 from barriers.pipeline import run_passes
 from codegen import attention
@@ -18,9 +18,8 @@ from codegen.attention_source import KEYS, QUERIES, with_sums, without_drops
 from codegen.attention_sums import SUMMED, flat, sums_of
 from codegen.engine import Context
 from codegen.fuse import plan
-from codegen.kernel import ExternStep, KernelStep, Plan
+from codegen.kernel import KernelStep, Plan
 from codegen.memory_plan import MemoryPlan, plan_memory
-from codegen.step_use import kernel_use, node_use
 from ir_nodes import Access, Graph, Layout, estimate, reference, settings
 from ir_nodes.remarks import Remarks
 from ir_nodes.verify import verify
@@ -42,8 +41,7 @@ def summed(graph: Graph, remarks: Remarks | None = None) -> Plan:
 
 def planned(graph: Graph, made: Plan) -> MemoryPlan:
     """Where everything lies while a CUDA graph is captured."""
-    uses = [node_use(step.node) if isinstance(step, ExternStep) else kernel_use(step) for step in made.steps]
-    return plan_memory(graph, uses, [one.nbytes for one in made.temporaries], donate=False)
+    return plan_memory(graph, uses_of(made), [one.nbytes for one in made.temporaries], donate=False)
 
 
 def found(case: Case, memory: dict[int, torch.Tensor], name: str) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from counting import calls_of
-from graphs import execute
+from graphs import execute, uses_of
 from hypothesis import example, given
 from hypothesis import settings as hypothesis
 from hypothesis import strategies as st
@@ -18,20 +18,15 @@ from codegen import memory_plan
 from codegen.executable import Placed, emit_call
 from codegen.fuse import plan
 from codegen.guests import Block, lodge
-from codegen.kernel import KernelStep, Plan
 from codegen.memory_plan import MemoryPlan, Place, plan_memory
 from codegen.static_plan import ALIGNMENT, Piece
-from codegen.step_use import StepUse, kernel_use, node_use
+from codegen.step_use import node_use
 from ir_nodes import BufferKind, Graph, settings
 from tests.programs import Step, inputs, interpret, steps
 from tests.recording import Recorder, Recording
 
 drawn_pieces = st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 30), st.integers(0, 12)), max_size=30)
 STEPS = 50
-
-
-def uses_of(made: Plan) -> list[StepUse]:
-    return [kernel_use(step) if isinstance(step, KernelStep) else node_use(step.node) for step in made.steps]
 
 
 def held_by(pieces: list[Piece]) -> list[int]:

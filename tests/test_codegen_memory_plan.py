@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from counting import calls_of
-from graphs import execute, record
+from graphs import execute, record, uses_of
 from hypothesis import given
 from hypothesis import settings as hypothesis
 from hypothesis import strategies as st
@@ -20,16 +20,12 @@ from codegen.fuse import plan
 from codegen.kernel import KernelStep, Plan
 from codegen.memory_plan import MemoryPlan, plan_memory
 from codegen.static_plan import ALIGNMENT, Piece, offsets
-from codegen.step_use import StepUse, kernel_use, node_use
+from codegen.step_use import StepUse, node_use
 from codegen.triton_engine import emit_launch
 from codegen.tuning import HOPPER
 from ir_nodes import BufferKind, Graph, Node, settings
 from tests.programs import Step, inputs, interpret, steps
 from tests.recording import Recorder, Recording
-
-
-def uses_of(made: Plan) -> list[StepUse]:
-    return [kernel_use(step) if isinstance(step, KernelStep) else node_use(step.node) for step in made.steps]
 
 
 def planned(graph: Graph) -> tuple[Plan, MemoryPlan]:

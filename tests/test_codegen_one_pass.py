@@ -7,14 +7,13 @@ from typing import Any, Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import CACHE, assert_same, check, compile_all, execute, kernels, record, typed
+from graphs import CACHE, assert_same, check, compile_all, execute, kernels, record, typed, uses_of
 from recording import Recorder
 
 from codegen import triton_compile
 from codegen.fuse import plan
 from codegen.kernel import KernelStep, Plan
 from codegen.memory_plan import MemoryPlan, plan_memory
-from codegen.step_use import kernel_use, node_use
 from codegen.tuning import HOPPER, Tuning
 from ir_nodes import settings
 
@@ -137,8 +136,7 @@ def test_segments_that_a_schedule_names_stay_apart() -> None:
 
 
 def memory_of(made: Plan, recording: Any) -> MemoryPlan:
-    uses = [kernel_use(step) if isinstance(step, KernelStep) else node_use(step.node) for step in made.steps]
-    return plan_memory(recording.graph, uses, [temporary.nbytes for temporary in made.temporaries])
+    return plan_memory(recording.graph, uses_of(made), [temporary.nbytes for temporary in made.temporaries])
 
 
 @TUNINGS
