@@ -23,11 +23,12 @@ class ArgKind(IntEnum):
     SCALAR = 4
     EXPONENT = 5
     SHARE = 6
-    SCALAR_LIST = 7
-    FLOAT_LIST = 8
-    GENERATOR = 9
-    DEVICE = 10
-    HOST_SCALAR = 11
+    FACTOR = 7
+    SCALAR_LIST = 8
+    FLOAT_LIST = 9
+    GENERATOR = 10
+    DEVICE = 11
+    HOST_SCALAR = 12
 
 
 RECORDED = ("", "")
@@ -45,7 +46,9 @@ _KINDS = {
     "Generator": ArgKind.GENERATOR,
     "Device": ArgKind.DEVICE,
 }
-_NUMBERS = (ArgKind.SCALAR, ArgKind.SCALAR_LIST, ArgKind.FLOAT_LIST)
+_NUMBERS = (ArgKind.SCALAR, ArgKind.FACTOR, ArgKind.SCALAR_LIST, ArgKind.FLOAT_LIST)
+# What multiplies an operand, 1 unless a program says otherwise: what is known to be 1 needs no multiplication.
+_FACTORS = ("alpha", "beta")
 # Their int returns are sizes that Meta knows.
 RETURN_SIZES = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")
 _NOT_RESIZED = ("normal",)  # eager mode does not resize its `out`, as Meta does
@@ -107,7 +110,7 @@ def tags_of(target: str) -> list[torch.Tag]:
 def arg_kinds(schema: torch._C.FunctionSchema, base: str) -> list[ArgKind]:
     """Where numbers decide a result's shape (no tensor does, they scale one, or a workspace's size) they are constants, like all
     else unnamed."""
-    kinds = [kind_of(str(arg.type)) for arg in schema.arguments]
+    kinds = [ArgKind.FACTOR if is_factor(arg) else kind_of(str(arg.type)) for arg in schema.arguments]
     given = [kind for kind, arg in zip(kinds, schema.arguments)
              if not (arg.kwarg_only and arg.alias_info is not None and arg.alias_info.is_write)]
     scales = base.startswith("_upsample") and any(arg.name.startswith("scale") for arg in schema.arguments)
@@ -120,6 +123,10 @@ def arg_kinds(schema: torch._C.FunctionSchema, base: str) -> list[ArgKind]:
     if base.startswith("_scaled_dot_product"):  # kernels that know that nothing drops draw nothing
         return [ArgKind.SHARE if arg.name == "dropout_p" else kind for kind, arg in zip(kinds, schema.arguments)]
     return kinds
+
+
+def is_factor(arg: Any) -> bool:
+    return arg.name in _FACTORS and str(arg.type) == "number" and arg.default_value == 1
 
 
 def kind_of(type_name: str) -> ArgKind:

@@ -72,10 +72,10 @@ struct Operand {
   bool conj = false, neg = false; int64_t offset = 0;
 };
 
-// ArgKind in schema.py says the same. Exponent: a scalar whose integers are constants; Share: one whose 0 is. HostScalar: a 0-d
-// CPU tensor.
+// ArgKind in schema.py says the same. Exponent: a scalar whose integers are constants; Share: one whose 0 is; Factor: one whose
+// integer 1 is. HostScalar: a 0-d CPU tensor.
 enum class ArgKind : uint8_t {
-  Const, Tensor, TensorList, OptTensorList, Scalar, Exponent, Share, ScalarList, FloatList, Generator, Device, HostScalar
+  Const, Tensor, TensorList, OptTensorList, Scalar, Exponent, Share, Factor, ScalarList, FloatList, Generator, Device, HostScalar
 };
 
 // One argument of a recorded op. `first`/`count` index operands (tensors, lists) or scalars.

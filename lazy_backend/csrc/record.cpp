@@ -80,11 +80,11 @@ void add_const(const IValue& v, std::vector<uint64_t>& words) {
 }
 
 // Is this value, of an argument that may be a number to fill in at run time, a constant? Exponents are where they choose a formula,
-// shares where nothing drops.
+// shares where nothing drops, factors where they are an integer 1, as they are unless a program says otherwise.
 bool is_const(ArgKind kind, const IValue& v) {
-  if ((kind != ArgKind::Exponent && kind != ArgKind::Share) || !v.isDouble()) return v.isNone() || kind == ArgKind::Exponent;
-  const double e = v.toDouble();
-  return kind == ArgKind::Share ? e == 0 : std::abs(e) == 0.5 || (e == std::trunc(e) && std::abs(e) <= 3);
+  const double e = v.isDouble() ? std::abs(v.toDouble()) : -1;
+  if (kind == ArgKind::Exponent) return !v.isDouble() || e == 0.5 || (e == std::trunc(e) && e <= 3);
+  return v.isNone() || (kind == ArgKind::Share && e == 0) || (kind == ArgKind::Factor && v.isInt() && v.toInt() == 1);
 }
 
 // All that decides shapes and formulas: layouts, constants, kinds of numbers, and the default dtype, which type promotion reads.
@@ -199,7 +199,7 @@ void Trace::add_arg(const ArgInfo& info, const IValue& v, Instr& instr, std::vec
       operands.push_back(is_tensor(e) ? operand(e.unsafeToTensorImpl(), info.writes, words) : Operand());
     });
   } else if (info.numbers() && !is_const(info.kind, v)) {
-    const auto kind = info.kind == ArgKind::Exponent || info.kind == ArgKind::Share ? ArgKind::Scalar : info.kind;
+    const auto kind = info.kind > ArgKind::Scalar && info.kind < ArgKind::ScalarList ? ArgKind::Scalar : info.kind;
     add_all(kind, scalars, [&](const IValue& e) { scalars.push_back(e); });
   } else if (info.kind == ArgKind::Generator || info.kind == ArgKind::Device) {
     arg.kind = info.kind;
