@@ -20,6 +20,8 @@ from barriers.passes.epilogues import join_relus
 from barriers.passes.fold import forward_copies
 from barriers.passes.hold_less import hold_less
 from barriers.passes.inbox import use_inbox
+from barriers.passes.join_gradients import join_gradients
+from barriers.passes.join_products import join_products
 from barriers.passes.memory_budget import Unstored, fit_budget
 from barriers.passes.noops import eliminate_noops
 from barriers.passes.own_part import read_own_part
@@ -47,6 +49,8 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
     would share a kernel; None: nothing. ``remarks`` are told what each does. ``unstored``: tells which buffers need no memory.
     ``replays``: steps run as CUDA graphs, so that what only Python can call costs nothing once it is captured. ``gpu``: cuDNN
     runs convolutions. ``reorders``: sums may be added up, and rounded, otherwise than on another rank or in another run."""
+    now = settings.current()
+
     def attention_rows(graph: Graph) -> Graph:
         return lay_gradients(graph, remarks) if gpu else graph
 
@@ -57,12 +61,15 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
         return merge_common(graph, remarks)
 
     def epilogues(graph: Graph) -> Graph:
-        return join_relus(graph, remarks) if replays and partition is not None and not settings.current().templates else graph
+        return join_relus(graph, remarks) if replays and partition is not None and not now.templates else graph
+
+    other_bits = now.autotune and not now.templates and replays and reorders and partition is not None
+
+    def products_joined(graph: Graph) -> Graph:
+        return join_gradients(join_products(graph, remarks), remarks) if other_bits else graph
 
     def product_sums(graph: Graph) -> Graph:
-        now = settings.current()
-        allowed = now.autotune and not now.templates and replays and reorders
-        return sum_products(graph, remarks) if allowed and partition is not None else graph
+        return sum_products(graph, remarks) if other_bits else graph
 
     def channels_last(graph: Graph) -> Graph:
         return permute_images(graph, remarks) if gpu and partition is not None else graph
@@ -93,16 +100,16 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
         return hold_less(graph, partition, remarks) if partition is not None else graph
 
     def memory_budget(graph: Graph) -> Graph:
-        return fit_budget(graph, settings.current().memory_budget, partition, unstored, remarks)
+        return fit_budget(graph, now.memory_budget, partition, unstored, remarks)
 
     passes: tuple[tuple[str, Pass], ...] = (
         ("fold", fold), ("fold", eliminate_dead), ("cse", cse), ("", attention_rows), ("epilogues", epilogues),
-        ("product_sums", product_sums), ("channels_last", channels_last), ("conv_bias", conv_bias),
-        ("conv_gradients", conv_gradients), ("own_part", own_part), ("copy_engines", inbox),
+        ("join_products", products_joined), ("product_sums", product_sums), ("channels_last", channels_last),
+        ("conv_bias", conv_bias), ("conv_gradients", conv_gradients), ("own_part", own_part), ("copy_engines", inbox),
         ("recompute", recompute), ("peak_order", peak_order), ("hold_less", spare),
     )
     allowed = [step for name, step in passes if not name or settings.enabled(name)]  # without a name: numbers would be wrong
-    return [*allowed, memory_budget] if settings.current().memory_budget else allowed
+    return [*allowed, memory_budget] if now.memory_budget else allowed
 
 
 class PassFailed(RuntimeError):

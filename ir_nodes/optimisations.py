@@ -10,6 +10,7 @@ OPTIMISATIONS: dict[str, str] = {
     "cse": "one node where two would compute the same value",
     "fold": "results known when compiling, and ops that change nothing, cost nothing",
     "epilogues": "matrix products with a bias apply the ReLU behind them, where cuBLAS can and nobody else reads them",
+    "join_products": "products of one matrix by several, as for queries, keys and values, are one, where product_sums may run",
     "product_sums": "products add up to one another's results, where LAZYSCHED_AUTOTUNE accepts other last bits and steps replay",
     "channels_last": "images that convolutions read and make lie as cuDNN's fast kernels want them, if nobody outside sees them",
     "conv_bias": "cuDNN adds a convolution's bias with the ReLU behind it, or the kernel of what follows does",

@@ -4,7 +4,7 @@ and `ir_nodes.node` only."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Callable, Iterable, Mapping
+from typing import Callable, Iterable, Iterator, Mapping
 
 from ir_nodes.graph import Graph
 from ir_nodes.node import Arg, Node, Operand, Target, Value, Write
@@ -34,10 +34,19 @@ def reread(user: Node, instead: Callable[[Operand], Operand]) -> None:
 
 
 def read(node: Node) -> None:
-    """Let ``node``, which has been given new arguments or is new, read what they name, none of them in lists."""
-    node.reads = tuple(arg for arg in node.args if isinstance(arg, Operand))
+    """Let ``node``, which has been given new arguments or is new, read what they name."""
+    node.reads = tuple(operands(node.args))
     for value in node.inputs():
         value.users[node] = None
+
+
+def operands(args: Iterable[Arg]) -> Iterator[Operand]:
+    """All that ``args`` name, those in lists, too."""
+    for arg in args:
+        if isinstance(arg, tuple):
+            yield from operands(arg)
+        elif isinstance(arg, Operand):
+            yield arg
 
 
 def new_value(graph: Graph, nbytes: int, producer: Node | None = None) -> Value:
