@@ -123,6 +123,19 @@ class Multiplier:
         able = [one for one in found[: count.value] if one.state == 0 and one.workspace <= WORKSPACE]
         return [Algorithm(self.product, number, tuple(one.words), one.workspace) for number, one in enumerate(able, 1)]
 
+    def able(self, algorithm: Algorithm, number: int) -> Algorithm | None:
+        """``algorithm``, which was suggested for another product, as the one with this ``number`` for this product; None where it
+        can't run it."""
+        library, words, found = self._library, (c_uint64 * 8)(*algorithm.words), _Heuristic()
+        with contextlib.suppress(LibraryError), self._lock:
+            if self.product.bias:
+                self._tell(_BIAS, c_uint64(_SOME_BIAS))
+            library.call("cublasLtMatmulAlgoCheck", library.handle, self._product, *self._layouts, self._layouts[-1], words,
+                         byref(found))
+            if found.state == 0 and found.workspace <= WORKSPACE:
+                return Algorithm(self.product, number, algorithm.words, found.workspace)
+        return None
+
     def run(self, algorithm: Algorithm, left: int, right: int, made: int, bias: int, alpha: float, workspace: int,
             stream: int) -> None:
         """Launch the product of what lies at the addresses ``left`` and ``right``, times ``alpha``, onto what lies at

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass, field
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import torch
 
@@ -28,6 +28,7 @@ WRONG = 1e-2
 """How far a result may be from ATen's, as a part of its norm: several times what rounding to bfloat16 makes."""
 BURST = 5e-4  # seconds; so long a row of calls hides what launching one takes
 MOST = 16  # calls in one
+FINALISTS = 8  # algorithms that are measured several times
 
 Times = Callable[[Sequence[Sequence[Callable[[], Any]]], int], list[float]]
 
@@ -95,9 +96,20 @@ def compared(product: MatMul, algorithms: Sequence[Algorithm], multiplier: Multi
     prepare(product, made)
     (once,) = times([[contest[ATEN]]], 1)
     burst = max(1, min(MOST, round(BURST / max(once, 1e-6))))
+    for name in slow(contest, times, burst):
+        del contest[name]
+        dropped[name] = f"at first sight {FINALISTS} others are faster"
     found = dict(zip(contest, times([[call] * burst for call in contest.values()], ROUNDS)))
     names = [ATEN, *(str(algorithm.number) for algorithm in algorithms)]
     return Outcome(algorithms, {name: found[name] / burst if name in found else None for name in names}, dropped)
+
+
+def slow(contest: Mapping[str, Callable[[], Any]], times: Times, burst: int) -> list[str]:
+    """Those that are not worth more than one measurement. ATen's call and the library's first suggestion always are."""
+    if len(contest) <= FINALISTS + 2:
+        return []
+    found = dict(zip(contest, times([[call] * burst for call in contest.values()], 1)))
+    return sorted(list(contest)[2:], key=found.__getitem__)[FINALISTS:]
 
 
 def prepare(product: MatMul, result: torch.Tensor) -> None:

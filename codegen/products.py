@@ -16,6 +16,7 @@ import torch
 
 from codegen import choices, counters, cublaslt
 from codegen.autotune import machine_name
+from codegen.candidates import TIMES, candidates
 from codegen.contest import decide, in_words
 from codegen.cublaslt import ALIGNMENT, Library, LibraryError, Multiplier
 from codegen.kernel import Algorithm, ExternStep, MatMul, Plan
@@ -83,7 +84,7 @@ class Chooser:
     def _facts(self, product: MatMul) -> dict[str, Any] | str:
         """What is remembered of the product, or measured now; as text, why nothing is known."""
         reductions = reductions_of(product.dtype)
-        key = (product, reductions, settings.enabled("counters"), self._machine, self._library.version, torch.__version__)
+        key = (product, reductions, settings.enabled("counters"), self._machine, self._library.version, torch.__version__, TIMES)
         facts = choices.recall(self._folder, "multiply", key)
         if facts is not None and is_whole(facts):
             return facts
@@ -91,7 +92,7 @@ class Chooser:
             return "it was not measured yet"
         try:
             multiplier = Multiplier(self._library, product)
-            outcome = self._measure(product, multiplier.suggestions(reductions), multiplier)
+            outcome = self._measure(product, candidates(self._library, multiplier, reductions), multiplier)
         except LibraryError as error:
             return str(error)
         if not outcome.seconds:

@@ -117,7 +117,7 @@ def test_explain_tells(monkeypatch: pytest.MonkeyPatch) -> None:
         return [one.grad for one in model.parameters()]
 
     with settings.override(engine="triton", autotune=True):
-        told = str(lazy_backend.explain(step))
+        told = lazy_backend.explain(step).text(everything=True)
     assert "mm and mm and add: the later product adds to what the earlier one has left (4 times)" in told, told
     assert "addmm_ and mm and add: the later product adds to what the earlier one has left (2 times)" in told
     assert "what it is added to is no product's result" in told
