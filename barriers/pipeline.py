@@ -50,6 +50,7 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
     ``replays``: steps run as CUDA graphs, so that what only Python can call costs nothing once it is captured. ``gpu``: cuDNN
     runs convolutions. ``reorders``: sums may be added up, and rounded, otherwise than on another rank or in another run."""
     now = settings.current()
+    other_bits = now.autotune and not now.templates and replays and reorders and partition is not None
 
     def attention_rows(graph: Graph) -> Graph:
         return lay_gradients(graph, remarks) if gpu else graph
@@ -63,10 +64,11 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
     def epilogues(graph: Graph) -> Graph:
         return join_relus(graph, remarks) if replays and partition is not None and not now.templates else graph
 
-    other_bits = now.autotune and not now.templates and replays and reorders and partition is not None
+    def joint_products(graph: Graph) -> Graph:
+        return join_products(graph, remarks) if other_bits else graph
 
-    def products_joined(graph: Graph) -> Graph:
-        return join_gradients(join_products(graph, remarks), remarks) if other_bits else graph
+    def joint_gradients(graph: Graph) -> Graph:
+        return join_gradients(graph, remarks) if other_bits else graph
 
     def product_sums(graph: Graph) -> Graph:
         return sum_products(graph, remarks) if other_bits else graph
@@ -104,8 +106,9 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
 
     passes: tuple[tuple[str, Pass], ...] = (
         ("fold", fold), ("fold", eliminate_dead), ("cse", cse), ("", attention_rows), ("epilogues", epilogues),
-        ("join_products", products_joined), ("product_sums", product_sums), ("channels_last", channels_last),
-        ("conv_bias", conv_bias), ("conv_gradients", conv_gradients), ("own_part", own_part), ("copy_engines", inbox),
+        ("join_products", joint_products), ("join_products", joint_gradients), ("product_sums", product_sums),
+        ("channels_last", channels_last), ("conv_bias", conv_bias), ("conv_gradients", conv_gradients),
+        ("own_part", own_part), ("copy_engines", inbox),
         ("recompute", recompute), ("peak_order", peak_order), ("hold_less", spare),
     )
     allowed = [step for name, step in passes if not name or settings.enabled(name)]  # without a name: numbers would be wrong

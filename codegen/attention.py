@@ -184,8 +184,7 @@ def why_not(graph: Graph, node: Node, redraws: bool) -> str:
         return "a bias is added to its scores"
     for place in (one for one in node.returns[SUMS:] if one is not None):
         write = node.writes[place]
-        held = write.value.buffer.live and graph.last(write.value.buffer) is write.value
-        if held or any(user.target not in BACKWARDS for user in write.value.users):
+        if graph.holds(write.value) or any(user.target not in BACKWARDS for user in write.value.users):
             return "its backward is no part of the same recording"
     if not drops(node) and max(args[name].layout.size[2] for name in TENSORS) > LONGEST:
         return f"nothing drops, and with more than {LONGEST} queries or keys the library may be faster: nobody has measured it"

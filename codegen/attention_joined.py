@@ -17,6 +17,7 @@ from torch import Tensor
 from codegen.lowering import arguments
 from ir_nodes import BufferKind, Graph, Layout, Node, ops
 from ir_nodes.node import Operand, Write
+from ir_nodes.rewrite import let_go
 
 _OURS = torch.library.Library(ops.OWN, "DEF")
 
@@ -82,9 +83,9 @@ def join(graph: Graph, node: Node, refuse: Callable[[Layout], str]) -> str:
 
 def replace_both(graph: Graph, node: Node, cat: Node) -> None:
     """``node`` writes what ``cat`` did, whose readers stay as they are."""
-    for value in dict.fromkeys(cat.inputs()):
-        value.users.pop(cat)
-        graph.values[value.buffer.index].remove(value)
+    let_go(cat)
+    for read in cat.reads:
+        graph.values[read.value.buffer.index].remove(read.value)
     graph.nodes.remove(cat)
     node.target, node.changed = JOINED[node.target], True
     node.writes, node.returns = cat.writes, (0,)

@@ -29,10 +29,12 @@ def candidates(library: Library, multiplier: Multiplier, reductions: int) -> lis
     known = {one.words for one in found}
     for product in neighbours(multiplier.product) if found else ():
         with contextlib.suppress(LibraryError):  # nothing is known of that one
-            for one in Multiplier(library, product).suggestions(reductions):
-                able = multiplier.able(one, len(found) + 1) if one.words not in known else None
-                known.add(one.words)
-                found += [able] if able is not None else []
+            new = [one for one in Multiplier(library, product).suggestions(reductions) if one.words not in known]
+            known.update(one.words for one in new)
+            for one in new:
+                able = multiplier.able(one, len(found) + 1)
+                if able is not None:
+                    found.append(able)
     return found
 
 

@@ -46,6 +46,10 @@ class _Heuristic(ctypes.Structure):
 
     _fields_ = [("words", c_uint64 * 8), ("workspace", c_size_t), ("state", c_int), ("waves", c_float), ("reserved", c_int * 4)]
 
+    @property
+    def able(self) -> bool:
+        return bool(self.state == 0 and self.workspace <= WORKSPACE)
+
 
 class Library:
     """A handle of cuBLASLt on the current device. ``functions``: what has its C functions as attributes. Raises LibraryError."""
@@ -113,27 +117,19 @@ class Multiplier:
             for attribute, value in ((_MOST_WORKSPACE, c_uint64(WORKSPACE)), (_REDUCTIONS, c_uint32(reductions)),
                                      *((one, c_uint32(ALIGNMENT)) for one in _ALIGNMENTS)):
                 library.put("cublasLtMatmulPreferenceSetAttribute", wishes, attribute, value)
-            with self._lock:
-                if self.product.bias:
-                    self._tell(_BIAS, c_uint64(_SOME_BIAS))
-                library.call("cublasLtMatmulAlgoGetHeuristic", library.handle, self._product, *self._layouts, self._layouts[-1],
-                             wishes, c_int(SUGGESTIONS), found, byref(count))
+            self._ask("cublasLtMatmulAlgoGetHeuristic", wishes, c_int(SUGGESTIONS), found, byref(count))
         finally:
             library.destroy([("cublasLtMatmulPreferenceDestroy", wishes)])
-        able = [one for one in found[: count.value] if one.state == 0 and one.workspace <= WORKSPACE]
+        able = [one for one in found[: count.value] if one.able]
         return [Algorithm(self.product, number, tuple(one.words), one.workspace) for number, one in enumerate(able, 1)]
 
     def able(self, algorithm: Algorithm, number: int) -> Algorithm | None:
         """``algorithm``, which was suggested for another product, as the one with this ``number`` for this product; None where it
         can't run it."""
-        library, words, found = self._library, (c_uint64 * 8)(*algorithm.words), _Heuristic()
-        with contextlib.suppress(LibraryError), self._lock:
-            if self.product.bias:
-                self._tell(_BIAS, c_uint64(_SOME_BIAS))
-            library.call("cublasLtMatmulAlgoCheck", library.handle, self._product, *self._layouts, self._layouts[-1], words,
-                         byref(found))
-            if found.state == 0 and found.workspace <= WORKSPACE:
-                return Algorithm(self.product, number, algorithm.words, found.workspace)
+        found = _Heuristic()
+        with contextlib.suppress(LibraryError):
+            self._ask("cublasLtMatmulAlgoCheck", (c_uint64 * 8)(*algorithm.words), byref(found))
+            return Algorithm(self.product, number, algorithm.words, found.workspace) if found.able else None
         return None
 
     def run(self, algorithm: Algorithm, left: int, right: int, made: int, bias: int, alpha: float, workspace: int,
@@ -150,6 +146,13 @@ class Multiplier:
             library.call("cublasLtMatmul", library.handle, self._product, byref(c_float(alpha)), c_void_p(right), first,
                          c_void_p(left), second, byref(c_float(self.product.onto)), *there, *there, words, c_void_p(workspace),
                          c_size_t(algorithm.workspace), c_void_p(stream))
+
+    def _ask(self, name: str, *arguments: Any) -> None:
+        """Call a function that tells of the product, wherever its bias lies. Raises LibraryError."""
+        with self._lock:
+            if self.product.bias:
+                self._tell(_BIAS, c_uint64(_SOME_BIAS))
+            self._library.call(name, self._library.handle, self._product, *self._layouts, self._layouts[-1], *arguments)
 
     def _tell(self, attribute: int, value: Any) -> None:
         self._library.put("cublasLtMatmulDescSetAttribute", self._product, attribute, value)

@@ -22,7 +22,7 @@ from codegen.memory_plan import MemoryPlan
 from codegen.static_plan import padded
 from codegen.step_use import StepUse
 from ir_nodes import BufferKind, Graph, Node
-from ir_nodes.node import Operand, ScalarInput
+from ir_nodes.node import Operand, ScalarInput, leaves
 
 SHORTEST = 4  # steps worth a graph, unless one of them would run Python
 MOVABLE, MOVABLE_INPUT = 1 << 20, 1 << 28  # bytes: what moves and is larger is not worth the copy; an input moves once a step
@@ -229,18 +229,7 @@ def stays(part: Stretch, plan: MemoryPlan) -> int:
 
 def scalars(nodes: Sequence[Node]) -> list[int]:
     """The recorded numbers that ``nodes`` take."""
-    found: list[int] = []
-
-    def walk(arg: object) -> None:
-        if isinstance(arg, tuple):
-            for item in arg:
-                walk(item)
-        elif isinstance(arg, ScalarInput):
-            found.append(arg.index)
-
-    for node in nodes:
-        walk(node.args)
-    return found
+    return [arg.index for node in nodes for arg in leaves(node.args) if isinstance(arg, ScalarInput)]
 
 
 def told(steps: Sequence[tuple[Node, ...]], called: Sequence[bool], python: Sequence[bool]) -> str:

@@ -86,6 +86,10 @@ class Graph:
         """The newest value of ``buffer``."""
         return self.values[buffer.index][-1]
 
+    def holds(self, value: Value) -> bool:
+        """Does a tensor show ``value`` when the recording ends?"""
+        return value.buffer.live and self.last(value.buffer) is value
+
     def inputs(self) -> list[Value]:
         """Values that must hold bytes when the graph starts: version 0 of what some node reads."""
         return [vs[0] for b, vs in zip(self.buffers, self.values) if b.kind is not BufferKind.FRESH and vs[0].users]

@@ -208,6 +208,15 @@ class Node:
         return f"{outs} = {self.target}({', '.join(map(show_arg, self.args))})"
 
 
+def leaves(arg: Arg) -> Iterator[Arg]:
+    """What an argument holds, nested or not, in order."""
+    if isinstance(arg, tuple):
+        for item in arg:
+            yield from leaves(item)
+    else:
+        yield arg
+
+
 def show_arg(arg: Arg) -> str:
     """An argument as the printed IR shows it."""
     if isinstance(arg, tuple):

@@ -4,10 +4,10 @@ and `ir_nodes.node` only."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Callable, Iterable, Iterator, Mapping
+from typing import Callable, Iterable, Mapping
 
 from ir_nodes.graph import Graph
-from ir_nodes.node import Arg, Node, Operand, Target, Value, Write
+from ir_nodes.node import Arg, Node, Operand, Target, Value, Write, leaves
 
 
 def redirect(user: Node, instead: Mapping[Value, Value]) -> None:
@@ -35,18 +35,15 @@ def reread(user: Node, instead: Callable[[Operand], Operand]) -> None:
 
 def read(node: Node) -> None:
     """Let ``node``, which has been given new arguments or is new, read what they name."""
-    node.reads = tuple(operands(node.args))
+    node.reads = tuple(arg for arg in leaves(node.args) if isinstance(arg, Operand))
     for value in node.inputs():
         value.users[node] = None
 
 
-def operands(args: Iterable[Arg]) -> Iterator[Operand]:
-    """All that ``args`` name, those in lists, too."""
-    for arg in args:
-        if isinstance(arg, tuple):
-            yield from operands(arg)
-        elif isinstance(arg, Operand):
-            yield arg
+def let_go(node: Node) -> None:
+    """Let ``node``, which goes or gets other arguments, be no user of what it needs."""
+    for value in dict.fromkeys(node.inputs()):
+        value.users.pop(node)
 
 
 def new_value(graph: Graph, nbytes: int, producer: Node | None = None) -> Value:

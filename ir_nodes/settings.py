@@ -105,8 +105,8 @@ _ROWS = (
     _row("autotune", _BOOL, "0", parse.boolean,
          "on a GPU, measures what is new to the machine: large kernels in several block sizes, and large products in 16 bits by "
          "the algorithms that cuBLASLt suggests, whose last bits may differ, as with `torch.backends.cudnn.benchmark`; products "
-         "in 16 bits that are summed add up in place, rounded once a sum; such ones and those by another algorithm than "
-         "PyTorch's do not begin early (`LAZYSCHED_START_EARLY`)",
+         "in 16 bits that are summed add up in place, rounded once a sum, those of one matrix run as one; such ones and those "
+         "by another algorithm than PyTorch's do not begin early (`LAZYSCHED_START_EARLY`)",
          changes_code=True),
     _row("benchmark_fusion", _BOOL, "0", parse.boolean,
          "on a GPU, measures whether reductions are faster with or without the work before and after them", changes_code=True),

@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-from typing import Iterator
-
 import torch
 
 from ir_nodes import call, ops
 from ir_nodes.graph import Graph
 from ir_nodes.layout import Layout
-from ir_nodes.node import Arg, BufferKind, Node, Operand, ScalarInput, Target, Value, Write
+from ir_nodes.node import BufferKind, Node, Operand, ScalarInput, Target, Value, Write, leaves
 
 _META = torch.device("meta")
 _NO_STATISTICS = ("aten::native_batch_norm", "aten::_native_batch_norm_legit")
@@ -119,14 +117,6 @@ def _check_uses(graph: Graph, after: str) -> None:
         raise VerificationError(after, next(iter(users)), f"uses {value}, which is no value of this graph")
 
 
-def _flat(arg: Arg) -> Iterator[Arg]:
-    if isinstance(arg, tuple):
-        for item in arg:
-            yield from _flat(item)
-    else:
-        yield arg
-
-
 def _check_arguments(node: Node, after: str) -> None:
     """The node's reads, targets and returns are those that its arguments and its schema show."""
     try:
@@ -135,7 +125,7 @@ def _check_arguments(node: Node, after: str) -> None:
         raise VerificationError(after, node, str(error.args[0])) from error
     if len(node.args) > len(specs):
         raise VerificationError(after, node, f"takes {len(specs)} arguments, holds {len(node.args)}")
-    flat = [(index, item) for index, arg in enumerate(node.args) for item in _flat(arg)]
+    flat = [(index, item) for index, arg in enumerate(node.args) for item in leaves(arg)]
     if [item for _, item in flat if isinstance(item, Operand)] != list(node.reads):
         raise VerificationError(after, node, "its reads are not the operands of its arguments")
     targets = [item.index for _, item in flat if isinstance(item, Target)]

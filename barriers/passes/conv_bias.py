@@ -19,7 +19,7 @@ from barriers.passes.permuted import is_channels_last
 from ir_nodes import BufferKind, Graph, Layout, Node, Operand, Value, Write
 from ir_nodes.node import Arg, Target
 from ir_nodes.remarks import Remarks
-from ir_nodes.rewrite import new_value, read
+from ir_nodes.rewrite import let_go, new_value, read
 
 CONVOLUTION, BIAS = "aten::convolution", 2
 RELUS = ("aten::relu", "aten::relu_")
@@ -97,7 +97,7 @@ class _Convolutions:
             used = any(value not in mine and (value.users or value.producer is not None) for value in before)
             if used or buffer.kind is not BufferKind.FRESH:
                 return f"{node.name} goes into memory that was there before"
-            if node is not chain.nodes[-1] and buffer.live and self.graph.last(buffer) is write.value:
+            if node is not chain.nodes[-1] and self.graph.holds(write.value):
                 return f"what {node.name} leaves is held"
         first, second, *_ = chain.nodes
         if self._waits(chain) and any(self._overwritten(read.value) < self.place[second] for read in first.reads):
@@ -237,8 +237,7 @@ def join(graph: Graph, chain: Chain) -> None:
     node, *others = chain.nodes
     made, write = node.writes[0], chain.nodes[-1].writes[0]
     for one in others:
-        for value in dict.fromkeys(one.inputs()):
-            value.users.pop(one, None)
+        let_go(one)
     for one in chain.nodes[:-1]:
         graph.values[one.writes[0].value.buffer.index].remove(one.writes[0].value)
     source, weight, bias, stride, padding, dilation, *_, groups = node.args

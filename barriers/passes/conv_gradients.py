@@ -16,7 +16,7 @@ from ir_nodes import Graph, Node, Write
 from ir_nodes.node import Target
 from ir_nodes.ops import info
 from ir_nodes.remarks import Remarks
-from ir_nodes.rewrite import read
+from ir_nodes.rewrite import let_go, read
 
 BACKWARD, SUM = "aten::convolution_backward", "aten::sum.IntList_out"
 INPUT, WEIGHT, BIAS = range(3)
@@ -41,7 +41,7 @@ def sum_gradients(graph: Graph, remarks: Remarks | None = None) -> Graph:
 def needed(graph: Graph, node: Node) -> bool:
     """Does anybody read the bias's gradient?"""
     value = result(node, BIAS).value
-    return bool(value.users) or value.buffer.live and graph.last(value.buffer) is value
+    return bool(value.users) or graph.holds(value)
 
 
 def result(node: Node, which: int) -> Write:
@@ -76,8 +76,7 @@ def parted(node: Node) -> list[Node]:
     calls = [replace(node, args=(*node.args[:-1], tuple(one == which for one in (INPUT, WEIGHT, BIAS))), changed=True,
                      writes=(result(node, which),), returns=tuple(0 if one == which else None for one in (INPUT, WEIGHT, BIAS)))
              for which in (INPUT, WEIGHT) if mask[which]]
-    for value in node.inputs():
-        value.users.pop(node, None)
+    let_go(node)
     for one in (total, *calls):
         one.writes[0].value.producer = one
         read(one)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from ir_nodes import Graph, Node
 from ir_nodes.node import Target, Write
 from ir_nodes.remarks import Remarks
+from ir_nodes.rewrite import let_go
 
 PRODUCTS, TOGETHER = ("aten::addmm", "aten::addmm.out"), "aten::_addmm_activation.out"
 RELUS = ("aten::relu", "aten::relu_")
@@ -66,8 +67,7 @@ def why_not(node: Node, relu: Node) -> str:
 def join(graph: Graph, node: Node, relu: Node) -> None:
     """Make ``node`` leave what ``relu`` does. ``relu`` stays in the graph's list."""
     made, write = node.writes[0], relu.writes[0]
-    for value in relu.inputs():
-        value.users.pop(relu, None)
+    let_go(relu)
     graph.values[made.value.buffer.index].remove(made.value)
     write.value.producer = node
     node.target, node.changed, node.returns = TOGETHER, True, ()

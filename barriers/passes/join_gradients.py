@@ -1,4 +1,4 @@
-"""Products of attention's three gradients run as one each for inputs, weights and biases. Imports `join_products`, `parts`,
+"""Products of attention's three gradients run as one each for inputs, weights and biases. Imports `parts`, `product_sums`,
 `summands`, `ir_nodes`.
 
 What made queries, keys and values by one product (`join_products`) has one gradient, too: those of the three side by side. The
@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from barriers.passes.join_products import HALF, PLAIN, VECTOR, lie_beside
-from barriers.passes.parts import Place, behind, forget, in_columns, move, new_node, why_not_moved
+from barriers.passes.parts import behind, forget, lie_beside, move, new_node, places_of, together, why_not_moved
+from barriers.passes.product_sums import HALF, PRODUCTS, VECTOR
 from barriers.passes.summands import Summed, summed
 from ir_nodes import Graph, Layout, Node, Operand, Write, settings
 from ir_nodes.ops import info
 from ir_nodes.remarks import Remarks
-from ir_nodes.rewrite import Substitution, read
+from ir_nodes.rewrite import Substitution, let_go, read
 
 SUMS = ("aten::sum.dim_IntList", "aten::sum.IntList_out")
 
@@ -80,7 +80,7 @@ class _Joiner:
             return "what reads attention's gradients belongs to another part of the program"
         if any(one.columns * one.write.layout.itemsize % VECTOR for one in gradients):
             return f"a size is no multiple of {VECTOR} bytes, so that products had better run in longer rows"
-        return next((why for one, place in zip(gradients, places_of(gradients))
+        return next((why for one, place in zip(gradients, places_of([one.columns for one in gradients]))
                      if (why := why_not_moved(self.graph, one.write, place))), "")
 
     def _total(self, gradients: list[Gradient]) -> Summed | str:
@@ -98,7 +98,7 @@ class _Joiner:
         parts = tuple(Operand(one.write.value, Layout.contiguous(layout.dtype, one.size)) for one in gradients)
         cat = new_node(self.graph, node, "aten::cat.out", (parts, 2), layout)
         self.instead[node] = [node, cat]
-        for one, place in zip(gradients, places_of(gradients)):
+        for one, place in zip(gradients, places_of([one.columns for one in gradients])):
             move(one.write.value, cat.writes[0].value, place, but=cat)
         whole = Operand(cat.writes[0].value, Layout.contiguous(layout.dtype, (batch * rows, sum(widths))))
         if total is not None:
@@ -111,12 +111,8 @@ class _Joiner:
     def _join_inputs(self, whole: Operand, total: Summed) -> None:
         """Let the product that is added first multiply all, where the first one ran."""
         kept, first = total.kept, min(total.products, key=self.place.__getitem__)
-        weights = [product.reads[1] for product in total.products]
-        size = (sum(one.layout.size[0] for one in weights), weights[0].layout.size[1])
-        joint = Operand(weights[0].value, replace(weights[0].layout, size=size))
-        for value in dict.fromkeys(kept.inputs()):
-            value.users.pop(kept)
-        kept.args, kept.changed = (whole, joint, *kept.args[2:]), True
+        let_go(kept)
+        kept.args, kept.changed = (whole, together([one.reads[1] for one in total.products]), *kept.args[2:]), True
         read(kept)
         self.instead[kept] = []
         self.instead[first] = [kept] if first is kept else [kept, first]
@@ -130,13 +126,13 @@ class _Joiner:
         transposed = Operand(whole.value, replace(whole.layout, size=(columns, rows), stride=(1, columns)))
         layout = Layout.contiguous(whole.layout.dtype, (columns, inner))
         first = min(products, key=self.place.__getitem__)
-        self._replace(products, new_node(self.graph, first, PLAIN[-1], (transposed, products[0].reads[1]), layout))
+        self._replace(products, new_node(self.graph, first, PRODUCTS[-1], (transposed, products[0].reads[1]), layout))
 
     def _join_biases(self, whole: Operand, gradients: list[Gradient]) -> None:
         sums = [one.biases[0] for one in gradients]
         first, columns = min(sums, key=self.place.__getitem__), whole.layout.size[1]
-        layout = first.writes[0].layout
-        layout = Layout.contiguous(layout.dtype, (*layout.size[:-1], columns))
+        one = first.writes[0].layout
+        layout = Layout.contiguous(one.dtype, (*one.size[:-1], columns))
         self._replace(sums, new_node(self.graph, first, SUMS[-1], (whole, *first.args[1:4]), layout))
 
     def _replace(self, nodes: list[Node], joint: Node) -> None:
@@ -171,12 +167,12 @@ def sort_readers(gradient: Gradient) -> None:
     seen = Layout.contiguous(gradient.write.layout.dtype, (batch * rows, columns))
     turned = replace(seen, size=seen.size[::-1], stride=seen.stride[::-1])
     for user in value.users:
-        if user.target not in (*PLAIN, *SUMS) or user.writes[0].layout.dtype is not seen.dtype:
+        if user.target not in (*PRODUCTS, *SUMS) or user.writes[0].layout.dtype is not seen.dtype:
             continue
         first = user.reads[0]
         if first.value is not value:
             continue
-        if user.target in PLAIN and user.reads[1].value is not value:
+        if user.target in PRODUCTS and user.reads[1].value is not value:
             if first.layout.alike(seen) and user.reads[1].layout.is_contiguous:
                 gradient.inputs.append(user)
             elif first.layout.alike(turned):
@@ -185,18 +181,12 @@ def sort_readers(gradient: Gradient) -> None:
             gradient.biases.append(user)
 
 
-def places_of(gradients: list[Gradient]) -> list[Place]:
-    """Where each lies among the columns of all."""
-    widths = [one.columns for one in gradients]
-    return [in_columns(width, sum(widths), sum(widths[:number])) for number, width in enumerate(widths)]
-
-
 def why_not_weights(graph: Graph, gradients: list[Gradient]) -> str:
     """Why the products for weights' gradients can't be one; "": they can."""
     products = [one.weights[0] for one in gradients if len(one.weights) == 1]
     if len(products) < len(gradients) or len({product.reads[1] for product in products}) > 1:
         return "they are not multiplied by one input"
-    return next((why for one in products if (why := why_not_moved(graph, one.writes[0], behind(0)))), "")
+    return why_not_made(graph, products)
 
 
 def why_not_biases(graph: Graph, gradients: list[Gradient]) -> str:
@@ -204,4 +194,9 @@ def why_not_biases(graph: Graph, gradients: list[Gradient]) -> str:
     sums = [one.biases[0] for one in gradients if len(one.biases) == 1]
     if len(sums) < len(gradients) or len({one.args[1:4] for one in sums}) > 1:
         return "they are not summed alike"
-    return next((why for one in sums if (why := why_not_moved(graph, one.writes[0], behind(0)))), "")
+    return why_not_made(graph, sums)
+
+
+def why_not_made(graph: Graph, nodes: list[Node]) -> str:
+    """Why one node can't make what ``nodes`` make, one after the other; "": it can."""
+    return next((why for node in nodes if (why := why_not_moved(graph, node.writes[0], behind(0)))), "")

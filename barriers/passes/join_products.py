@@ -1,4 +1,5 @@
-"""Products of one matrix by several run as one, whose results are its columns. Imports torch, `parts`, `ir_nodes`.
+"""Products of one matrix by several run as one, whose results are its columns. Imports `epilogues`, `parts`, `product_sums`,
+`ir_nodes`.
 
 Queries, keys and values come of one input by three weights. One product by all three reads the input once and fills a GPU where
 each alone leaves a part of it idle, as long as the weights lie side by side: autocast writes a copy of each in 16 bits, and may
@@ -12,16 +13,12 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
-import torch
-
-from barriers.passes.parts import Place, behind, forget, in_columns, move, new_node, why_not_moved
+from barriers.passes.epilogues import PRODUCTS as BIASED
+from barriers.passes.parts import behind, forget, lie_beside, move, new_node, places_of, together, why_not_moved
+from barriers.passes.product_sums import HALF, PRODUCTS, VECTOR
 from ir_nodes import Graph, Layout, Node, Operand
 from ir_nodes.remarks import Remarks
 
-HALF = (torch.bfloat16, torch.float16)
-VECTOR = 16
-"""Bytes: products of rows that are no multiple of it run in longer ones, which `pad_products` knows for plain products only."""
-PLAIN, BIASED = ("aten::mm", "aten::mm.out"), ("aten::addmm", "aten::addmm.out")
 CAST = "aten::copy_"
 
 
@@ -79,7 +76,7 @@ class _Joiner:
         sizes = (*products[0].left.layout.size, *(product.columns for product in products))
         if any(size * products[0].left.layout.itemsize % VECTOR for size in sizes):
             return f"a size is no multiple of {VECTOR} bytes, so that products had better run in longer rows"
-        for product, place in zip(products, places_of(products)):
+        for product, place in zip(products, places_of([one.columns for one in products])):
             reason = why_not_moved(self.graph, product.node.writes[0], place)
             if reason:
                 return reason
@@ -120,10 +117,10 @@ class _Joiner:
         (columns, inner), rows = weight.layout.size, products[0].left.layout.size[0]
         factors = (products[0].left, Operand(weight.value, replace(weight.layout, size=(inner, columns), stride=(1, inner))))
         layout = Layout.contiguous(first.writes[0].layout.dtype, (rows, columns))
-        target, numbers = (BIASED[-1], (1, 1)) if bias else (PLAIN[-1], ())
+        target, numbers = (BIASED[-1], (1, 1)) if bias else (PRODUCTS[-1], ())
         joint = new_node(self.graph, first, target, (*bias, *factors, *numbers), layout)
         before.append(joint)
-        for product, place in zip(products, places_of(products)):
+        for product, place in zip(products, places_of([one.columns for one in products])):
             move(product.node.writes[0].value, joint.writes[0].value, place)
             forget(self.graph, product.node)
             self.gone[product.node] = None
@@ -131,14 +128,14 @@ class _Joiner:
     def _beside(self, before: list[Node], first: Node, parts: list[Operand]) -> Operand:
         """``parts`` one after the other along their first dimension, where they are if they lie so, else in a tensor that is made
         ``before`` the node ``first``; whoever reads one of them reads it there."""
-        size = (sum(part.layout.size[0] for part in parts), *parts[0].layout.size[1:])
-        layout = Layout.contiguous(parts[0].layout.dtype, size)
+        whole = together(parts)
         if lie_beside(parts):
-            return Operand(parts[0].value, replace(layout, offset=parts[0].layout.offset))
+            return whole
         for cast in (part.value.producer for part in parts):
             if cast is not None and self.place[cast] > self.place[first]:
                 before.append(cast)
                 self.gone[cast] = None
+        layout = replace(whole.layout, offset=0)
         made = new_node(self.graph, first, "aten::cat.out", (tuple(parts), 0), layout)
         before.append(made)
         start = 0
@@ -148,21 +145,9 @@ class _Joiner:
         return Operand(made.writes[0].value, layout)
 
 
-def lie_beside(operands: list[Operand]) -> bool:
-    """Does each begin where the one before it ends, in one tensor?"""
-    ends = [operand.layout.offset + operand.layout.numel for operand in operands]
-    return len({operand.value for operand in operands}) < 2 and ends[:-1] == [one.layout.offset for one in operands[1:]]
-
-
-def places_of(products: list[Product]) -> list[Place]:
-    """Where each result lies among the columns of the joint one."""
-    widths = [product.columns for product in products]
-    return [in_columns(width, sum(widths), sum(widths[:number])) for number, width in enumerate(widths)]
-
-
 def product_of(node: Node) -> Product | None:
     """``node`` as a product by a transposed matrix, to which a bias may be added, and which nothing scales."""
-    if node.target not in (*PLAIN, *BIASED) or node.again:
+    if node.target not in (*PRODUCTS, *BIASED) or node.again:
         return None
     *added, left, right = node.args[: 3 if node.target in BIASED else 2]
     layout, (inner, columns) = right.layout, right.layout.size

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Callable
+from typing import Callable, Sequence
 
 from ir_nodes import BufferKind, Graph, Layout, Node, Operand, Value, Write
 from ir_nodes.node import Arg, Target
-from ir_nodes.rewrite import new_value, read, reread
+from ir_nodes.rewrite import let_go, new_value, read, reread
 
 Place = Callable[[Layout], "Layout | None"]
 """How a layout of a tensor sees it as a part; None: no strides see it so."""
@@ -33,6 +33,24 @@ def in_columns(width: int, whole: int, start: int) -> Place:
         return replace(layout, stride=tuple(strides), offset=layout.offset // width * whole + layout.offset % width + start)
 
     return place
+
+
+def places_of(widths: Sequence[int]) -> list[Place]:
+    """Where tensors with rows of ``widths`` elements lie as columns of one, in order."""
+    return [in_columns(width, sum(widths), sum(widths[:number])) for number, width in enumerate(widths)]
+
+
+def lie_beside(operands: Sequence[Operand]) -> bool:
+    """Does each begin where the one before it ends, in one tensor?"""
+    ends = [operand.layout.offset + operand.layout.numel for operand in operands]
+    return len({operand.value for operand in operands}) < 2 and ends[:-1] == [one.layout.offset for one in operands[1:]]
+
+
+def together(operands: Sequence[Operand]) -> Operand:
+    """Operands that lie beside one another, each contiguous, as one along their first dimension."""
+    first = operands[0]
+    size = (sum(one.layout.size[0] for one in operands), *first.layout.size[1:])
+    return Operand(first.value, replace(first.layout, size=size))
 
 
 def why_not_moved(graph: Graph, write: Write, place: Place) -> str:
@@ -72,7 +90,6 @@ def new_node(graph: Graph, beside: Node, target: str, args: tuple[Arg, ...], lay
 
 def forget(graph: Graph, node: Node) -> None:
     """Let ``node``, whose results nobody reads, read and make nothing. It stays in the graph's list."""
-    for value in dict.fromkeys(node.inputs()):
-        value.users.pop(node)
+    let_go(node)
     for write in node.all_writes():
         graph.values[write.value.buffer.index].remove(write.value)

@@ -18,7 +18,7 @@ import torch
 from ir_nodes import BufferKind, Graph, Layout, Node, Operand, Value, Write
 from ir_nodes.node import Arg, Target
 from ir_nodes.remarks import Remarks
-from ir_nodes.rewrite import read
+from ir_nodes.rewrite import let_go, read
 
 PRODUCTS, ONTO = ("aten::mm", "aten::mm.out"), "aten::addmm_"
 OUT_OF_PLACE, IN_PLACE = ("aten::add.out", "aten::add.Tensor"), "aten::add_.Tensor"
@@ -146,8 +146,7 @@ class _Sums:
         read(node)
 
     def _drop(self, node: Node) -> None:
-        for value in dict.fromkeys(node.inputs()):
-            value.users.pop(node)
+        let_go(node)
         self.gone[node] = None
 
     def _add(self, case: Case, older: list[Value], total: Value) -> None:
@@ -194,7 +193,7 @@ def why_not(graph: Graph, case: Case) -> str:
     parts = [*made, *totals[:-1]]
     if case.first is case.second or any(len(one.value.users) != 1 for one in parts):
         return "somebody else reads a part of the sum"
-    if any(one.value.buffer.live and graph.last(one.value.buffer) is one.value for one in parts):
+    if any(graph.holds(one.value) for one in parts):
         return "a part of the sum is held"
     sums = (case.first.segment, None) if case.second.segment is case.first.segment else ()  # sums of gradients belong to none
     stages = {one.stage for one in (case.first, case.second, *case.nodes)}

@@ -1,16 +1,17 @@
-"""Which ops add up several products' results, so that one product may take the place of all. Imports `product_sums`, `parts`,
-`ir_nodes`."""
+"""Which ops add up several products' results, so that one product may take the place of all. Imports
+`join_products`, `parts`, `product_sums`, `ir_nodes`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Mapping, Sequence
 
+from barriers.passes.join_products import CAST
 from barriers.passes.parts import behind, why_not_moved
 from barriers.passes.product_sums import addends, scale_of
 from ir_nodes import Graph, Node, Value
 
-CAST = "aten::copy_"
+NOT_ONLY = "their products are not only added up"
 
 
 @dataclass(slots=True)
@@ -34,10 +35,9 @@ class _Term:
 
 def summed(graph: Graph, products: Sequence[Node], place: Mapping[Node, int]) -> Summed | str:
     """How ``products`` are added up, each once and multiplied by nothing; as text, why one can't take the place of all."""
-    terms = [_term(graph, product) for product in products]
-    known = [one for one in terms if isinstance(one, _Term)]
-    if len(known) < len(terms):
-        return next(one for one in terms if isinstance(one, str))
+    known = [term for product in products if (term := _term(graph, product)) is not None]
+    if len(known) < len(products):
+        return NOT_ONLY
     kept = min(known, key=lambda one: place[one.sum])
     found = Summed(list(products), kept.product)
     left = {one.value: one for one in known if one is not kept}
@@ -57,33 +57,31 @@ def summed(graph: Graph, products: Sequence[Node], place: Mapping[Node, int]) ->
         else:
             stands = result
         users = list(result.users)
-        if left and (len(users) != 1 or (result.buffer.live and graph.last(result.buffer) is result)):
+        if left and (len(users) != 1 or graph.holds(result)):
             return "somebody else reads a part of their sum"
         partial, node = result, next(iter(users), node)
     return found
 
 
-def _term(graph: Graph, product: Node) -> _Term | str:
-    """What of the product's result is added where; as text, why nothing is."""
-    value, cast = product.writes[0].value, None
-    for _ in range(2):
-        write = value.producer.writes[0] if value.producer is not None else product.writes[0]
-        if len(value.users) != 1 or why_not_moved(graph, write, behind(0)):
-            return "their products are not only added up"
-        (user,) = value.users
-        if addends(user):
-            return _Term(product, value, cast, user)
-        if user.target != CAST or cast is not None:
-            return "their products are not only added up"
-        value, cast = user.writes[0].value, user
-    return "their products are not only added up"
+def _term(graph: Graph, product: Node) -> _Term | None:
+    """What of the product's result is added where; None where something else becomes of it."""
+    cast, last, user = None, product, _reader(graph, product)
+    if user is not None and user.target == CAST:
+        cast, last, user = user, user, _reader(graph, user)
+    return _Term(product, last.writes[0].value, cast, user) if user is not None and addends(user) else None
+
+
+def _reader(graph: Graph, node: Node) -> Node | None:
+    """The only reader of what ``node`` makes, if nobody else could tell that it isn't made."""
+    users = list(node.writes[0].value.users)
+    return users[0] if len(users) == 1 and not why_not_moved(graph, node.writes[0], behind(0)) else None
 
 
 def _why_not(graph: Graph, node: Node, partial: Value) -> str:
     """Why ``node`` is no sum of ``partial`` and something else that either may stand for."""
     both, write = addends(node), node.writes[0]
     if len(both) != 2 or scale_of(node) != 1 or [one.value for one in both].count(partial) != 1:
-        return "their products are not only added up"
+        return NOT_ONLY
     if any(not one.layout.is_contiguous or one.layout.numel != write.layout.numel or one.layout.offset for one in both):
         return "their products are added to a part of something, or to elements in another order"
     if any(one.layout.dtype is not write.layout.dtype or one.layout.flipped for one in both) or not write.layout.is_contiguous:
