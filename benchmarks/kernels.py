@@ -1,29 +1,32 @@
-"""How near memory-bound kernels come to the GPU's copy bandwidth: eager, torch.compile, lazysched. Imports torch,
-`benchmarks.common`, `benchmarks.kernel_cases` and, for lazysched, lazy_backend.
+"""How near memory-bound kernels come to the GPU's copy bandwidth: eager, torch.compile, lazysched. Imports torch and other
+benchmarks' parts and, for lazysched, lazy_backend.
 
     python -m benchmarks.kernels [--dtypes bf16 fp32] [--only softmax] [--contestants eager compile lazysched] [--largest]
 
 Each contestant runs in its own process. Kernels are compiled before, by several processes that fill the caches on disk. What a
-program takes is measured twice: on the GPU alone, with its launches queued behind a pause, and by the clock on the wall. Without
-a GPU only small shapes run, to try it out.
+program takes is measured twice: on the GPU alone, with its launches queued behind a pause, and by the clock on the wall. Inputs
+and results change from call to call, so that no cache holds what it should not. The same short kernels take up to a tenth longer
+in one process than in the next: those are measured in three of each contestant, in turns. Without a GPU only small shapes run, to
+try it out.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import math
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common import ROOT, Budget, add_limits, hand_in, in_process, machine, save, table
+from benchmarks.common import ROOT, Budget, add_limits, hand_in, in_process, save
 from benchmarks.kernel_cases import CASES, Case, Sizes, bytes_moved
+from benchmarks.kernel_charts import draw, show
 from benchmarks.profiling import gpu_kernels
 from benchmarks.timing import copy_rate, gpu_seconds, wall_seconds
 from ir_nodes import settings
@@ -31,6 +34,7 @@ from ir_nodes import settings
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MODES = {"compile": None, "max-autotune": "max-autotune-no-cudagraphs"}
 CACHED = 200 << 20  # bytes of inputs and results that no cache holds
+ROUNDS, SHORT = 3, 4e-5  # processes of each contestant for programs that take less than so many seconds in the first
 COMPILERS = 6  # processes that compile at a time
 SAMPLES = 1 << 16
 NOT_LARGE = ("small", "gpt", "odd")
@@ -103,8 +107,9 @@ def chosen(options: argparse.Namespace) -> Iterator[tuple[str, Case, Sizes, torc
         for case in CASES:
             for label, size in case.shapes.items():
                 asked = label == "small" if options.tiny else not (options.largest and label in NOT_LARGE)
-                if asked and any(part in case.name for part in options.only.split("|")):
-                    yield f"{case.name}/{label}/{name}", case, size, DTYPES[name]
+                key = f"{case.name}/{label}/{name}"
+                if asked and any(part in case.name for part in options.only.split("|")) and key in (options.keys or [key]):
+                    yield key, case, size, DTYPES[name]
 
 
 def child(contestant: str, options: argparse.Namespace) -> None:
@@ -141,10 +146,10 @@ def measured(case: Case, run: Callable[..., list[torch.Tensor]], size: Sizes, dt
     moved = bytes_moved(case, first)
     wrong = error(case, run, first)
     sets = [first] + [make_inputs(case, size, dtype, device, seed) for seed in range(1, max(1, min(8, int(CACHED / moved))))]
-    kept: list[Any] = []
+    kept: collections.deque[Any] = collections.deque(maxlen=len(sets))  # results that go lie where the next ones will
 
     def call(number: int) -> None:
-        kept[:] = [run(*sets[number % len(sets)])]
+        kept.append(run(*sets[number % len(sets)]))
 
     kernels = count_kernels(lambda: call(0))
     for number in range(max(3, len(sets))):
@@ -153,6 +158,16 @@ def measured(case: Case, run: Callable[..., list[torch.Tensor]], size: Sizes, dt
     wall = statistics.median(wall_seconds(call, count) for _ in range(3))
     gpu = statistics.median(gpu_seconds(call, count, wall) for _ in range(3))
     return {"gpu": gpu, "wall": wall, "bytes": moved, "error": wrong, "kernels": kernels}
+
+
+def merged(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The first round's results, with the median times of all rounds that have the program."""
+    found = {}
+    for key, first in rounds[0].items():
+        all_of = [one[key] for one in rounds if "gpu" in one.get(key, {})]
+        times = {name: statistics.median(one[name] for one in all_of) for name in ("gpu", "wall") if all_of}
+        found[key] = {**first, **times, "rounds": len(all_of)}
+    return found
 
 
 def count_kernels(run: Callable[[], Any]) -> int | None:
@@ -178,57 +193,6 @@ def compile_all(contestants: Sequence[str], arguments: Sequence[str], seconds: f
             process.kill()
 
 
-def show(results: dict[str, dict[str, Any]], bandwidth: float) -> str:
-    """Share of the floor that each contestant reaches on the GPU, microseconds by the clock, kernels, and lazysched's error."""
-    names = list(results)
-    rows = []
-    for key in dict.fromkeys(key for found in results.values() for key in found):
-        known = {name: results[name].get(key, {}) for name in names}
-        floor = next((one["bytes"] / bandwidth for one in known.values() if "bytes" in one), math.nan)
-        cells: list[object] = [key, f"{floor * 1e6:.1f}"]
-        cells += [f"{floor / one['gpu']:.2f}" if "gpu" in one else "failed" if "failed" in one else "" for one in known.values()]
-        cells += [f"{one['wall'] * 1e6:.1f}" if "wall" in one else "-" for one in known.values()]
-        cells.append(" ".join(str(one.get("kernels") or "-") for one in known.values()))
-        best = min((one["gpu"] for name, one in known.items() if "gpu" in one and name != "lazysched"), default=math.nan)
-        mine = known.get("lazysched", {})
-        cells.append(f"{best / mine['gpu']:.2f}" if "gpu" in mine else "-")
-        cells.append(f"{mine['error']:.1e}" if "error" in mine else mine.get("failed", "-")[:60])
-        rows.append(cells)
-    header = ["case", "floor us", *names, *(f"{name} us" for name in names), "kernels", "x best other", "error"]
-    return table(header, rows)
-
-
-def draw(path: Path, results: dict[str, dict[str, Any]], bandwidth: float) -> None:
-    """One chart: the share of copy bandwidth per kernel and contestant, for the shapes beyond 64 MiB."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no plot: matplotlib is not installed", file=sys.stderr)
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    keys = [key for key, one in next(iter(results.values())).items() if one.get("bytes", 0) > 64 << 20]
-    figure, axis = pyplot.subplots(figsize=(max(8, 0.42 * len(keys)), 5))
-    colours = {"eager": "#7a8ca3", "compile": "#edae49", "max-autotune": "#66a182", "lazysched": "#d1495b"}
-    for place, name in enumerate(results):
-        shares = [results[name].get(key, {}) for key in keys]
-        heights = [one["bytes"] / bandwidth / one["gpu"] if "gpu" in one else 0 for one in shares]
-        spots = [number + (place + 0.5) / len(results) * 0.8 - 0.4 for number in range(len(keys))]
-        axis.bar(spots, heights, width=0.8 / len(results), label=name, color=colours.get(name))
-    axis.margins(x=0.01)
-    axis.axhline(0.9, color="black", linewidth=0.6, linestyle=":")
-    axis.set_xticks(range(len(keys)), keys, rotation=90, fontsize=7)
-    axis.set_ylabel("share of copy bandwidth")
-    axis.legend(ncol=len(results), fontsize=8)
-    told = machine()
-    versions = f"torch {told['torch']}, triton {told['triton']}, {told['commit']}"
-    axis.set_title(f"Memory-bound kernels: {told['gpu']}, {versions}", fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    print(f"saved {path}")
-
-
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
@@ -241,6 +205,7 @@ def main(words: Sequence[str] | None = None) -> None:
     add_limits(parser)
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--keys", nargs="+", default=[], help=argparse.SUPPRESS)
     options = parser.parse_args(words)
     if options.child:
         child(options.child, options)
@@ -252,17 +217,22 @@ def main(words: Sequence[str] | None = None) -> None:
     compiled = time.perf_counter() - start
     bandwidth = copy_rate()
     print(f"compiled in {compiled:.0f} s; copy: {bandwidth / 1e12:.2f} TB/s", flush=True)
+    found: dict[str, list[dict[str, Any]]] = {}
     results: dict[str, Any] = {}
     path = None
-    for place, name in enumerate(options.contestants):
-        if budget.refuses(name):
+    turns = [(number, name) for number in range(ROUNDS if PHYSICAL == "cuda" else 1) for name in options.contestants]
+    for place, (number, name) in enumerate(turns):
+        short = [key for key, one in results.get(name, {}).items() if one.get("gpu", 1.0) < SHORT]
+        if number and not short or budget.refuses(name):
             continue
         try:
-            seconds = share(budget, len(options.contestants) - place)
-            results[name] = in_process("benchmarks.kernels", name, arguments, None, seconds)
+            further = ["--keys", *short] if number else []
+            seconds = share(budget, len(turns) - place)
+            found.setdefault(name, []).append(in_process("benchmarks.kernels", name, [*arguments, *further], None, seconds))
+            results[name] = merged(found[name])
         except RuntimeError as error:
             print(error, file=sys.stderr, flush=True)
-        print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
+        print(f"{name}, round {number + 1}: {time.perf_counter() - start:.0f} s", flush=True)
         if not options.tiny or options.output:
             kept = {"copy": bandwidth, "dtypes": options.dtypes, "compiled_s": compiled, "cases": results}
             path = save(options.save, kept, options.output, quiet=True)
@@ -271,10 +241,10 @@ def main(words: Sequence[str] | None = None) -> None:
         draw(path.with_suffix(".png"), results, bandwidth)
 
 
-def share(budget: Budget, contestants: int) -> float | None:
-    """Seconds for the next of so many contestants; None: as many as it likes."""
+def share(budget: Budget, turns: int) -> float | None:
+    """Seconds for the next of so many turns; None: as many as it likes."""
     left = budget.left(math.inf)
-    return None if left == math.inf else left / contestants
+    return None if left == math.inf else left / turns
 
 
 if __name__ == "__main__":
