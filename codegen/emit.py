@@ -17,6 +17,7 @@ from codegen.load_order import loads_first, plain
 from codegen.onehot import sum_one_hots
 from codegen.online import merge_passes
 from codegen.reuse import reuses, settles
+from codegen.row_traits import loads, narrow
 from codegen.source_args import ArgumentList
 from codegen.split import mixed_body, split_body
 from codegen.tangents import rough_tangents
@@ -101,6 +102,8 @@ def _share(body: Body, tuning: Tuning) -> int:
     lanes = column_width(body, tuning, True) if body.column else 1
     programs = -(-body.kept // lanes)
     most = body.extent // tuning.split_rows if body.column else -(-body.extent // tuning.looped)
+    if not (body.column or narrow(body)) and loads(body) < 2 and programs * most <= tuning.at_once * tuning.programs:
+        return tuning.looped  # of which a program waits for the first all the same
     shares = max(2, min(-(-tuning.programs // programs), most))
     step = tuning.looped if not body.column and body.extent > tuning.looped * shares else 16
     return -(-body.extent // (shares * step)) * step

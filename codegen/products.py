@@ -27,7 +27,8 @@ from ir_nodes import Layout, Node, ops, settings
 from ir_nodes.node import ScalarInput, Target
 from ir_nodes.remarks import Remarks
 
-BETTER = 0.97
+BETTER = 0.985
+"""Share of the first one's time. What takes 30 us or more comes out alike within half a percent, measured twice."""
 SMALLEST = 1 << 32  # operations, some microseconds on a large GPU; below, launching takes longer than any algorithm can save
 THIN = 16  # rows, columns or summands; of one of them PyTorch's strides do not say how it lies
 PRODUCTS = ("aten::mm", "aten::mm.out", "aten::addmm", "aten::addmm.out", "aten::_addmm_activation.out", "aten::addmm_")

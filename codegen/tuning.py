@@ -38,35 +38,37 @@ class Tuning:
     ``pointwise_block``: of 4-byte elements; narrower ones take twice as many, so that each thread has 32 bytes of every operand
     in flight. ``tile``, ``lane``: elements per program and per thread where short rows are held in registers, ``drawing_lane``:
     per thread where random numbers are drawn beside, which come four at a time and change places with what is loaded;
-    ``wide_lane``: per thread of rows longer than ``short_row`` whose elements have 16 bits. ``looped``, ``online``: elements
-    per step of a loop over rows that sums, and of one that keeps a maximum beside the sum of exponentials; ``loop_lane``,
+    ``wide_lane``: per thread of rows longer than ``short_row`` whose elements have 16 bits. ``looped``, ``online``: elements per
+    step of a loop over rows that sums, and of one that keeps a maximum beside the sum of exponentials; ``loop_lane``,
     ``online_lane``: per thread of them. ``column_width`` and ``column_tile``: results and elements per step where columns are
     reduced, half as many elements where several operands are read and what is summed is stored, too; ``narrow_width``: results
     where there would be too few programs otherwise, ``scanned_width``: of running sums. ``stages``: how many steps ahead loops
-    load. ``programs``: how many programs keep the machine busy; ``cores``: its multiprocessors.
-    ``persistent``, ``once``: the longest reduction held in registers where a loop would walk it again, and where it would not (a
-    program of 32 warps has nothing to do while it loads), unless it lies off 16-byte boundaries and would fill less than three of
-    ``padded`` parts of the registers: that wastes more instructions than walking it again. ``resident``: MiB of rows that are
-    worked on at a time where rows are walked more than once, so that the cache holds them, or 0; ``rewalked``: the same where a
-    loss's kernel walks its row again for the gradient, unless the row is short enough for ``once``, ``rewalking``: warps of it
-    that run on a multiprocessor, with 64 registers a thread, ``rewalked_bytes``: what each thread loads of an operand at a time
-    in its loops over rows on 16-byte boundaries, a quarter over others; ``near``: a thread's neighbours have a maximum of their
-    own beside sums of exponentials, in such a kernel, or in all that loop (2), or in none (0). ``split_column`` and
-    ``split_row``: the longest reduction that is left to one program where there are few results; ``split_numel``: below so many
-    elements none is split. ``mixed_row``, ``mixed_rows``: the longest row and the fewest rows that are reduced together with
-    columns, ``mixed_tile``: elements per step of that, ``shared_bytes``: what its loads ahead may take of a multiprocessor's
-    memory; ``walks``: the fewest short rows of which programs walk several so although no columns are reduced, or 0.
-    ``product_rows``, ``product_columns``, ``product_depth``: a matrix product's block, and how many summands its loop takes at a
-    time. ``pointwise_lane``: 4-byte elements per thread of a kernel that reduces nothing, ``thread_bytes``: what these may take
-    in all its operands together. ``philox_blocks``: blocks of 256 threads that the machine runs at a time, which decides the
-    random numbers that ATen's kernels draw; 0 where generators are not Philox. ``peeled``, ``covered``: the shortest rows off
-    16-byte boundaries that `codegen.aligned` treats, ``run_on``: the shortest that are not walked through as if they were one,
-    where nothing is reduced. ``few``: so many programs leave much of the machine idle, and get more threads, with ``few_lane``
-    elements each, twice as many where they reduce, so that programs for shorter rows may still share their launch; fewer of 4
-    bytes, and where each takes many instructions. ``held``: the longest row that registers hold in strips, ``held_loss``: the
-    same of 16-bit elements where a loss's kernel makes its gradient, whose loop finds longer rows in the cache; twice as long
-    of wider ones. ``cached``: KiB of rows that a multiprocessor's own cache holds, or 0. ``overreads``: ATen's matrix products
-    read what lies behind a row's end and multiply it with zeros, as oneDNN does on CPUs with AMX.
+    load. ``programs``: how many programs keep the machine busy; ``cores``: its multiprocessors. ``persistent``, ``once``: the
+    longest reduction held in registers where a loop would walk it again, and where it would not (a program of 32 warps has
+    nothing to do while it loads), unless it lies off 16-byte boundaries and would fill less than three of ``padded`` parts of the
+    registers: that wastes more instructions than walking it again. ``resident``: MiB of rows that are worked on at a time where
+    rows are walked more than once, so that the cache holds them, or 0; ``rewalked``: the same where a loss's kernel walks its row
+    again for the gradient, unless the row is short enough for ``once``, ``rewalking``: warps of it that run on a multiprocessor,
+    with 64 registers a thread, ``rewalked_bytes``: what each thread loads of an operand at a time in its loops over rows on
+    16-byte boundaries, a quarter over others; ``near``: a thread's neighbours have a maximum of their own beside sums of
+    exponentials, in such a kernel, or in all that loop (2), or in none (0). ``split_column`` and ``split_row``: the longest
+    reduction that is left to one program where there are few results; ``split_numel``: below so many elements none is split.
+    ``mixed_row``, ``mixed_rows``: the longest row and the fewest rows that are reduced together with columns, ``mixed_tile``:
+    elements per step of that, ``shared_bytes``: what its loads ahead may take of a multiprocessor's memory; ``walks``: the fewest
+    short rows of which programs walk several so although no columns are reduced, or 0. ``product_rows``, ``product_columns``,
+    ``product_depth``: a matrix product's block, and how many summands its loop takes at a time. ``pointwise_lane``: 4-byte
+    elements per thread of a kernel that reduces nothing, ``thread_bytes``: what these may take in all its operands together.
+    ``philox_blocks``: blocks of 256 threads that the machine runs at a time, which decides the random numbers that ATen's kernels
+    draw; 0 where generators are not Philox. ``peeled``, ``covered``: the shortest rows off 16-byte boundaries that
+    `codegen.aligned` treats, ``run_on``: the shortest that are not walked through as if they were one, where nothing is reduced,
+    ``narrowest``: the narrowest block of such a row, unless all of it is shorter. ``at_once``: so many times ``programs`` at most
+    take a block each of a long row of one operand of 4 bytes or more that is summed by several; beyond, ``programs`` walk
+    several. ``few``: so many programs leave much of the machine idle, and get more threads, with ``few_lane`` elements each,
+    twice as many where they reduce, so that programs for shorter rows may still share their launch; fewer of 4 bytes, and where
+    each takes many instructions. ``held``: the longest row that registers hold in strips, ``held_loss``: the same of 16-bit
+    elements where a loss's kernel makes its gradient, whose loop finds longer rows in the cache; twice as long of wider ones.
+    ``cached``: KiB of rows that a multiprocessor's own cache holds, or 0. ``overreads``: ATen's matrix products read what lies
+    behind a row's end and multiply it with zeros, as oneDNN does on CPUs with AMX.
     """
 
     pointwise_block: int = 1024
@@ -115,6 +117,8 @@ class Tuning:
     run_on: int = 4096
     few: int = 528
     few_lane: int = 4
+    narrowest: int = 256
+    at_once: int = 8
     held: int = 53248
     held_loss: int = 16384
     cached: int = 220

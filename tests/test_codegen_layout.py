@@ -143,3 +143,14 @@ def test_what_a_cache_holds_does_not_take_elements_from_threads() -> None:
     wide = [torch.randn(8, 1024, 512).bfloat16() for _ in range(2)]
     many = lambda a, b: gate(a[..., :256], b[..., :256]) + gate(a[..., 256:], b[..., 256:])  # noqa: E731
     assert lane(only(many, *wide)) == 8
+
+
+@DTYPES
+@pytest.mark.parametrize(("columns", "block"), [(131, 256), (300, 512), (515, 256), (768, 256), (771, 1024),
+                                                 (1000, 1024), (1100, 256)])
+def test_blocks_of_rows_are_wide_and_few_of_their_lanes_idle(columns: int, block: int, dtype: torch.dtype) -> None:
+    table = data(40, columns + 3, dtype=dtype)[:, :columns]
+    index = torch.arange(1 << 20) // 7 % 40
+    step = only(F.embedding, index, table)
+    assert dict(step.kernel.constexprs)["B1"] == block
+    check(F.embedding, index[:50], table, count=1)

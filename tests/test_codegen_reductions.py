@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import check, kernels
+from graphs import check, kernels, record
 from graphs import drawn as data
 
+from codegen.fuse import plan
 from codegen.tuning import HOPPER, INTERPRETER, Tuning
 
 LOOPED = Tuning(tile=64, persistent=16, looped=16)
-SPLIT = Tuning(tile=64, persistent=64, looped=16, programs=16, split_rows=16, split_column=16, split_row=16, split_numel=64)
-FORMS = {"persistent": HOPPER, "looped": LOOPED, "split": SPLIT, "interpreter": INTERPRETER}
+SPLIT = Tuning(tile=64, persistent=64, looped=16, programs=16, split_rows=16, split_column=16, split_row=16, split_numel=64,
+               at_once=0)
+FORMS = {"persistent": HOPPER, "looped": LOOPED, "split": SPLIT, "a block each": replace(SPLIT, at_once=8),
+         "interpreter": INTERPRETER}
 forms = pytest.mark.parametrize("tuning", FORMS.values(), ids=FORMS.keys())
 
 
@@ -174,3 +178,17 @@ def test_an_update_joins_a_split_reduction_though_part_of_it_needs_no_result() -
 
     made = check(program, torch.rand(40, 24), torch.rand(24), torch.rand(24), count=2, tuning=split)
     assert len(kernels(made)[1].writes) == 3
+
+
+@pytest.mark.parametrize(("program", "length", "dtype", "programs"), [
+    (torch.sum, 1 << 22, torch.float32, 1024),
+    (torch.sum, (1 << 22) - 5, torch.float32, 1024),
+    (torch.sum, 1 << 25, torch.float32, 512),
+    (torch.sum, 1 << 22, torch.bfloat16, 512),
+    (lambda x: (x[: 1 << 22] * x[1 << 22 :]).sum(), 1 << 23, torch.float32, 512),
+], ids=["a block each", "off boundaries", "too many blocks", "narrow", "two operands"])  # fmt: skip
+def test_programs_that_share_a_long_sum_take_a_block_each_or_walk(program: Callable[..., Any], length: int, dtype: torch.dtype,
+                                                                  programs: int) -> None:
+    recording, _ = record(program, data(length, dtype=dtype))
+    first, second = kernels(plan(recording.graph, tuning=HOPPER))
+    assert (first.grid[0], second.grid[0]) == (programs, 1)

@@ -22,7 +22,7 @@ from ir_nodes.ops import COLLECTIVE, info
 from ir_nodes.remarks import Remarks
 from ir_nodes.rewrite import clone, redirect
 
-PART = 1 / 160
+PART = 1 / 240
 """Of a step's estimated time, what all copies may take."""
 ENOUGH = 1 << 28
 """Bytes: where less is held at most, nothing is done."""
