@@ -220,7 +220,7 @@ def main(words: Sequence[str] | None = None) -> None:
     found: dict[str, list[dict[str, Any]]] = {}
     results: dict[str, Any] = {}
     path = None
-    turns = [(number, name) for number in range(ROUNDS if PHYSICAL == "cuda" else 1) for name in options.contestants]
+    turns = [(number, name) for number in range(ROUNDS) for name in options.contestants]
     for place, (number, name) in enumerate(turns):
         short = [key for key, one in results.get(name, {}).items() if one.get("gpu", 1.0) < SHORT]
         if number and not short or budget.refuses(name):

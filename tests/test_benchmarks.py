@@ -84,6 +84,26 @@ def test_kernels_have_both_dtypes(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "x best other" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("in_one_process")
+def test_short_kernels_are_measured_in_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--only", "cast chain|swiglu", "--tiny", "--contestants", "eager", "lazysched", "--output", str(tmp_path)]
+    for short, rounds in ((1.0, kernels.ROUNDS), (0.0, 1)):
+        monkeypatch.setattr(kernels, "SHORT", short)
+        kernels.main(words)
+        cases = saved(tmp_path, "kernels")["cases"]
+        assert [[one["rounds"] for one in cases[name].values()] for name in ("eager", "lazysched")] == [[rounds] * 3] * 2
+
+
+def test_rounds_are_merged_by_medians() -> None:
+    def one(gpu: float, **more: Any) -> dict[str, Any]:
+        return {"gpu": gpu, "wall": 2 * gpu, **more}
+
+    first = {"a": one(3.0, error=0.5), "b": one(9.0), "c": {"failed": "why"}}
+    assert kernels.merged([first, {"a": one(1.0)}, {"a": one(2.0), "b": {"failed": "later"}}]) == {
+        "a": {"gpu": 2.0, "wall": 4.0, "error": 0.5, "rounds": 3}, "b": {"gpu": 9.0, "wall": 18.0, "rounds": 1},
+        "c": {"failed": "why", "rounds": 0}}
+
+
 @pytest.mark.parametrize("name", ["AdamW foreach", "AdamW fused"])
 def test_an_update_moves_seven_times_its_parameters(name: str) -> None:
     case = next(case for case in CASES if case.name == name)
