@@ -35,6 +35,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MODES = {"compile": None, "max-autotune": "max-autotune-no-cudagraphs"}
 CACHED = 200 << 20  # bytes of inputs and results that no cache holds
 ROUNDS, SHORT = 3, 4e-5  # processes of each contestant for programs that take less than so many seconds in the first
+ALL = 6  # the first round takes so many times as long as a further one
 COMPILERS = 6  # processes that compile at a time
 SAMPLES = 1 << 16
 NOT_LARGE = ("small", "gpt", "odd")
@@ -227,7 +228,7 @@ def main(words: Sequence[str] | None = None) -> None:
             continue
         try:
             further = ["--keys", *short] if number else []
-            seconds = share(budget, len(turns) - place)
+            seconds = share(budget, [number for number, _ in turns[place:]])
             found.setdefault(name, []).append(in_process("benchmarks.kernels", name, [*arguments, *further], None, seconds))
             results[name] = merged(found[name])
         except RuntimeError as error:
@@ -241,10 +242,12 @@ def main(words: Sequence[str] | None = None) -> None:
         draw(path.with_suffix(".png"), results, bandwidth)
 
 
-def share(budget: Budget, turns: int) -> float | None:
-    """Seconds for the next of so many turns; None: as many as it likes."""
+def share(budget: Budget, rounds: Sequence[int]) -> float | None:
+    """Seconds for the first of these turns, told by their rounds; None: as many as it likes. A first round, which measures all
+    programs, counts for several."""
     left = budget.left(math.inf)
-    return None if left == math.inf else left / turns
+    weights = [1 if number else ALL for number in rounds]
+    return None if left == math.inf else left * weights[0] / sum(weights)
 
 
 if __name__ == "__main__":

@@ -94,6 +94,13 @@ def test_short_kernels_are_measured_in_several_processes(tmp_path: Path, monkeyp
         assert [[one["rounds"] for one in cases[name].values()] for name in ("eager", "lazysched")] == [[rounds] * 3] * 2
 
 
+def test_a_first_round_gets_most_of_the_time() -> None:
+    turns = [0, 0, 1, 1, 2, 2]
+    shares = [kernels.share(common.Budget(160.0), turns[place:]) for place in (0, 1, 2, 5)]
+    assert shares == pytest.approx([60.0, 96.0, 40.0, 160.0], rel=0.01)
+    assert kernels.share(common.Budget(None), turns) is None
+
+
 def test_rounds_are_merged_by_medians() -> None:
     def one(gpu: float, **more: Any) -> dict[str, Any]:
         return {"gpu": gpu, "wall": 2 * gpu, **more}
