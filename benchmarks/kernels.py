@@ -147,7 +147,7 @@ def measured(case: Case, run: Callable[..., list[torch.Tensor]], size: Sizes, dt
     moved = bytes_moved(case, first)
     wrong = error(case, run, first)
     sets = [first] + [make_inputs(case, size, dtype, device, seed) for seed in range(1, max(1, min(8, int(CACHED / moved))))]
-    kept: collections.deque[Any] = collections.deque(maxlen=len(sets))  # results that go lie where the next ones will
+    kept: collections.deque[Any] = collections.deque(maxlen=len(sets))  # the next results take the memory of those that leave
 
     def call(number: int) -> None:
         kept.append(run(*sets[number % len(sets)]))
@@ -218,10 +218,23 @@ def main(words: Sequence[str] | None = None) -> None:
     compiled = time.perf_counter() - start
     bandwidth = copy_rate()
     print(f"compiled in {compiled:.0f} s; copy: {bandwidth / 1e12:.2f} TB/s", flush=True)
-    found: dict[str, list[dict[str, Any]]] = {}
     results: dict[str, Any] = {}
     path = None
-    turns = [(number, name) for number in range(ROUNDS) for name in options.contestants]
+    for turn, results in in_turns(options.contestants, arguments, budget):
+        print(f"{turn}: {time.perf_counter() - start:.0f} s", flush=True)
+        if not options.tiny or options.output:
+            kept = {"copy": bandwidth, "dtypes": options.dtypes, "compiled_s": compiled, "cases": results}
+            path = save(options.save, kept, options.output, quiet=True)
+    print(show(results, bandwidth))
+    if path and not options.tiny:
+        draw(path.with_suffix(".png"), results, bandwidth)
+
+
+def in_turns(contestants: Sequence[str], arguments: Sequence[str], budget: Budget) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each turn's name, and what is known of all contestants behind it."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    results: dict[str, Any] = {}
+    turns = [(number, name) for number in range(ROUNDS) for name in contestants]
     for place, (number, name) in enumerate(turns):
         short = [key for key, one in results.get(name, {}).items() if one.get("gpu", 1.0) < SHORT]
         if number and not short or budget.refuses(name):
@@ -233,13 +246,7 @@ def main(words: Sequence[str] | None = None) -> None:
             results[name] = merged(found[name])
         except RuntimeError as error:
             print(error, file=sys.stderr, flush=True)
-        print(f"{name}, round {number + 1}: {time.perf_counter() - start:.0f} s", flush=True)
-        if not options.tiny or options.output:
-            kept = {"copy": bandwidth, "dtypes": options.dtypes, "compiled_s": compiled, "cases": results}
-            path = save(options.save, kept, options.output, quiet=True)
-    print(show(results, bandwidth))
-    if path and not options.tiny:
-        draw(path.with_suffix(".png"), results, bandwidth)
+        yield f"{name}, round {number + 1}", results
 
 
 def share(budget: Budget, rounds: Sequence[int]) -> float | None:

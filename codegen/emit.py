@@ -103,7 +103,7 @@ def _share(body: Body, tuning: Tuning) -> int:
     programs = -(-body.kept // lanes)
     most = body.extent // tuning.split_rows if body.column else -(-body.extent // tuning.looped)
     if not (body.column or narrow(body)) and loads(body) < 2 and programs * most <= tuning.at_once * tuning.programs:
-        return tuning.looped  # of which a program waits for the first all the same
+        return tuning.looped  # more programs load at a time than if fewer walked several blocks each
     shares = max(2, min(-(-tuning.programs // programs), most))
     step = tuning.looped if not body.column and body.extent > tuning.looped * shares else 16
     return -(-body.extent // (shares * step)) * step

@@ -12,7 +12,7 @@ from codegen.draws import WORDS, Stream
 from codegen.instructions import FULL
 from codegen.row_traits import narrow, slow
 from codegen.tile import Axis, Strides, Tile, warps_for
-from codegen.tuning import Tuning, power_of_two
+from codegen.tuning import Tuning, power_of_two, snug_block
 from ir_nodes import settings
 
 MANY, WRITTEN = 5, 2
@@ -79,7 +79,7 @@ def pointwise_tile(body: Body, dims: tuple[int, ...], strides: Strides, tuning: 
     if exchanged is not None:
         return _squares(body, dims, strides, exchanged, tuning)
     along = math.prod(dims[-run:])
-    inner = _along(along, block, tuning.narrowest)
+    inner = snug_block(along, block, tuning.narrowest, trim=True)  # narrower ones move less with each instruction
     outer_extent = body.numel // along
     outer = min(max(block // inner, 1), power_of_two(outer_extent))
     inmost = tuple(range(len(dims) - run, len(dims)))
@@ -92,16 +92,6 @@ def pointwise_tile(body: Body, dims: tuple[int, ...], strides: Strides, tuning: 
     # Rows off boundaries one by one, so that most blocks lie within one, unless these are all at a row's end.
     found = peel(replace(tile, axes=(replace(axes[0], block=1), axes[1], None), num_warps=warps_for(inner, lane)), body)
     return found if found.peel else tile
-
-
-def _along(extent: int, block: int, narrowest: int) -> int:
-    """Of the powers of two from ``block`` to ``narrowest`` the widest that leaves a ninth of a row's lanes idle at most, else the
-    one that leaves the fewest. Blocks that are narrower move less with each instruction than idle lanes cost."""
-    widths = [min(block, power_of_two(extent))]
-    while widths[-1] > narrowest:
-        widths.append(widths[-1] // 2)
-    padded = {width: -(-extent // width) * width for width in widths}
-    return next((width for width in widths if padded[width] * 8 <= extent * 9), min(widths, key=padded.__getitem__))
 
 
 def _words_apart(body: Body, dims: tuple[int, ...], strides: Strides) -> int:

@@ -12,16 +12,15 @@ def power_of_two(value: int) -> int:
     return 1 << max(value - 1, 0).bit_length()
 
 
-def snug_block(extent: int, largest: int, smallest: int) -> int:
-    """The largest power of two up to ``largest`` that wastes at most an eighth of its lanes on ``extent`` elements."""
-    block = min(largest, power_of_two(extent))
-    best = block
-    while block >= smallest:
-        padded = -(-extent // block) * block
-        if padded * 8 <= extent * 9:
-            return block
-        block //= 2
-    return best
+def snug_block(extent: int, largest: int, smallest: int, trim: bool = False) -> int:
+    """The largest power of two up to ``largest`` that wastes at most an eighth of its lanes on ``extent`` elements. Where none
+    does from ``smallest`` on: the largest, or, to ``trim`` what is wasted, the one that wastes least."""
+    blocks = [min(largest, power_of_two(extent))]
+    while blocks[-1] // 2 >= smallest:
+        blocks.append(blocks[-1] // 2)
+    padded = {block: -(-extent // block) * block for block in blocks}
+    last_resort = min(blocks, key=padded.__getitem__) if trim else blocks[0]
+    return next((block for block in blocks if padded[block] * 8 <= extent * 9), last_resort)
 
 
 def off_boundaries(part: Part) -> bool:
