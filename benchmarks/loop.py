@@ -1,7 +1,8 @@
 """One contestant's training loop of a model of the zoo. Imports torch, `benchmarks.models` and, for lazysched, lazy_backend.
 
 A contestant is a way to run, then what is added to it: ``compile+opt`` compiles the optimizer's step as well,
-``eager+fused`` uses PyTorch's own fused optimizer, ``lazysched+replay`` wraps the whole step in `lazy_backend.replayed`.
+``eager+fused`` uses PyTorch's own fused optimizer, ``lazysched+replay`` wraps the whole step in `lazy_backend.replayed`; with
+``+cleared`` gradients are dropped behind each step, as Hugging Face's Trainer does, otherwise when the next one begins.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MODES = {"compile": None, "reduce-overhead": "reduce-overhead", "max-autotune": 
 WAYS = ("eager", *MODES, "lazysched")
 ASKED = {"attention": {"LAZYSCHED_ATTENTION": "triton"}, "tuned": {"LAZYSCHED_AUTOTUNE": "1"}}
 """What lazysched is asked for beyond its defaults, as settings."""
-EXTRAS = ("opt", "fused", "replay", *ASKED)
+EXTRAS = ("opt", "fused", "cleared", "replay", *ASKED)
 
 
 def parts(contestant: str) -> tuple[str, set[str]]:
@@ -27,8 +28,8 @@ def parts(contestant: str) -> tuple[str, set[str]]:
     way, *extras = contestant.split("+")
     wrong = ("opt" in extras and way not in MODES) or ({"replay", *ASKED} & set(extras) and way != "lazysched")
     if way not in WAYS or not set(extras) <= set(EXTRAS) or wrong:
-        raise ValueError(f"{contestant}: no such contestant. Ways: {', '.join(WAYS)}; added: +fused, +opt for what compiles, "
-                         "+replay, +attention and +tuned for lazysched")
+        raise ValueError(f"{contestant}: no such contestant. Ways: {', '.join(WAYS)}; added: +fused, +cleared, +opt for what "
+                         "compiles, +replay, +attention and +tuned for lazysched")
     return way, set(extras)
 
 
@@ -101,11 +102,14 @@ class Loop:
 
     def on_device(self, *here: Tensor) -> Tensor:
         """A step on a batch that is on the device."""
-        self.optimizer.zero_grad()
+        if "cleared" not in self.extras:
+            self.optimizer.zero_grad()
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.task.precision == "autocast"):
             loss = self.forward(*here)
         loss.backward()
         self.update()
+        if "cleared" in self.extras:
+            self.optimizer.zero_grad()
         return loss.detach()
 
     def wait(self) -> None:

@@ -11,7 +11,8 @@ import torch._lazy
 from torch import Tensor
 
 import lazy_backend
-from lazy_backend import core
+from ir_nodes import BufferKind, Graph
+from lazy_backend import core, flush
 from tests.replays import DEVICE, Trainer, adamw, inputs, new_refusals, sgd, started  # noqa: F401 (a fixture)
 
 
@@ -193,3 +194,29 @@ def test_an_optimizer_by_itself() -> None:
     near = {"rtol": 1e-5, "atol": 1e-6} if core.physical_is_cuda() else {"rtol": 0.0, "atol": 0.0}
     for name, value in plain.everything().items():
         torch.testing.assert_close(again.everything()[name], value, **near, msg=name)
+
+
+@pytest.mark.parametrize("behind", [True, False])
+def test_gradients_that_are_dropped_in_the_step_never_reach_memory(behind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[Graph] = []
+    monkeypatch.setattr(flush, "watchers", [*flush.watchers, lambda graph, remarks: graphs.append(graph)])
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8)).to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def one_step(x: Tensor) -> Tensor:
+        if not behind:
+            optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        if behind:
+            optimizer.zero_grad()
+        return loss.detach()
+
+    step = lazy_backend.replayed(one_step)
+    for x in inputs(DEVICE, 5):
+        step(x)
+    lazy_backend.wait_device_ops()
+    left = [buffer for buffer in graphs[-1].buffers if buffer.live and buffer.kind is BufferKind.FRESH]
+    assert len(left) == 1 + (0 if behind else 4)  # the loss, and gradients where somebody holds them
+    assert all((one.grad is None) == behind for one in model.parameters())
