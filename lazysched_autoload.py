@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import warnings
 
+LATE = ("A module of lazysched's own was imported before torch: `import lazy_backend` now, or import torch first, and the device "
+        "is there")
+
 
 def load() -> None:
     """Register the device, or say in a warning why not."""
     try:
         import lazy_backend  # noqa: F401  (importing registers; here, not above, so that its errors are caught)
     except Exception as error:  # whatever it is, torch has to go on loading
-        warnings.warn(f"the device lazysched is not available: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
+        circular = isinstance(error, ImportError) and "partially initialized" in str(error)
+        why = LATE if circular else f"{type(error).__name__}: {error}"
+        warnings.warn(f"the device lazysched is not available: {why}", RuntimeWarning, stacklevel=2)
