@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-LATE = ("A module of lazysched's own was imported before torch: `import lazy_backend` now, or import torch first, and the device "
-        "is there")
+LATE = "If a module of lazysched's was imported before torch: `import lazy_backend` now, or import torch first"
 
 
 def load() -> None:
@@ -14,5 +13,5 @@ def load() -> None:
         import lazy_backend  # noqa: F401  (importing registers; here, not above, so that its errors are caught)
     except Exception as error:  # whatever it is, torch has to go on loading
         circular = isinstance(error, ImportError) and "partially initialized" in str(error)
-        why = LATE if circular else f"{type(error).__name__}: {error}"
+        why = f"{type(error).__name__}: {error}" + f". {LATE}" * circular
         warnings.warn(f"the device lazysched is not available: {why}", RuntimeWarning, stacklevel=2)
