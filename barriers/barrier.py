@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import enum
-import threading
 from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ir_nodes import Frame
+from ir_nodes.locks import Lock
 
 
 class BarrierKind(enum.Enum):
@@ -88,14 +88,10 @@ class BarrierLog:
     """
 
     def __init__(self, keep: int = 1000, rows: int = 1000) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._recent: deque[Barrier] = deque(maxlen=keep)
         self._rows: dict[_Key, _Row] = {}
         self._max_rows = rows
-
-    def renew_lock(self) -> None:
-        """For a forked child, where nobody holds it."""
-        self._lock = threading.Lock()
 
     def add(self, barrier: Barrier) -> None:
         key: _Key = (barrier.kind, barrier.reason, barrier.frame)

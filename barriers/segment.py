@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import threading
 from dataclasses import dataclass
 
 from barriers.wishes import Moves, Wish
 from ir_nodes import SegmentCall
+from ir_nodes.locks import Lock
 
 
 class SegmentError(ValueError):
@@ -33,16 +33,12 @@ class Segments:
     """All segments of the process by name, their hooks, and a number for each call that was ever recorded. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = Lock(reentrant=True)
         self._named: dict[str, Segment] = {}
         self._hooks: dict[int, Wish] = {}
         self._hook_numbers = itertools.count()
         self._calls: dict[tuple[str, bool, int, int, tuple[int, ...]], int] = {}
         self.calls: list[SegmentCall | None] = [None]
-
-    def renew_lock(self) -> None:
-        """For a forked child, where nobody holds it."""
-        self._lock = threading.RLock()
 
     def add(self, segment: Segment) -> None:
         """Raises SegmentError where the name is taken."""

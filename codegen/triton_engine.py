@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from typing import Any, Sequence
 
@@ -33,10 +32,11 @@ from codegen.templates import measured_products, with_tiles
 from codegen.triton_compile import interpret
 from codegen.tuning import HOPPER, INTERPRETER, Tuning
 from ir_nodes import Graph, Node, settings
+from ir_nodes.locks import Lock
 
 _shown: set[Kernel] = set()
 _interpreted: dict[Kernel, Interpreted] = {}
-_lock = threading.Lock()
+_lock = Lock()
 _SCALAR_KINDS = {torch.float32: "fp32", torch.float64: "fp64", torch.int64: "i64"}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import types
 from typing import Any, Callable, Iterable, Sequence
@@ -118,5 +117,4 @@ def stats() -> dict[str, Any]:
     return dict(zip(STATS, core.get().stats(), strict=True))
 
 
-os.register_at_fork(after_in_child=barrier_log.renew_lock)
 core.at_start(lambda native: native.set_logger(log))

@@ -10,6 +10,7 @@ from typing import Callable
 import torch
 
 from ir_nodes import settings
+from ir_nodes.locks import Lock
 from lazy_backend import native
 
 
@@ -26,7 +27,7 @@ _count = 0  # of the devices, once the core has started
 compiling = _Compiling()  # does this thread compile a recording?
 step_ends = _StepEnds()  # does this thread put ends of steps off, to the end of a function that it looks at; was one asked for?
 _forked = False
-_lock = threading.RLock()
+_lock = Lock(reentrant=True)
 _at_start: list[Callable[[ModuleType], None]] = []
 IDLE, ALWAYS = 2, -(1 << 20)  # times in a row that somebody has waited for the device before programs are begun early
 PENDING_SHARE = {"cuda": 0.75, "cpu": 0.5}  # of the device's memory, which a recording may hold by default: about what eager mode

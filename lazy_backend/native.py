@@ -16,7 +16,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +29,7 @@ import filelock
 import torch
 
 from ir_nodes import settings
+from ir_nodes.locks import Lock
 
 NAME = "lazysched_core"
 TORCH = Path(torch.__file__).resolve().parent  # asked here: torch.utils.cpp_extension imports setuptools, which may be missing
@@ -42,7 +42,7 @@ SECONDS_A_FILE = 15  # torch's headers at -O2 on a slow core
 INSTALL_COMPILER = "install one (Debian, Ubuntu: `apt install g++`; Fedora: `dnf install gcc-c++`) or name it in CXX"
 INSTALL_PYTHON_H = "install Python's headers (Debian, Ubuntu: `apt install python3-dev`; Fedora: `dnf install python3-devel`)"
 
-_loading = threading.Lock()
+_loading = Lock()
 
 
 class NativeBuildError(RuntimeError):

@@ -6,8 +6,6 @@ Whatever is asked for is a part of every recording's key, so that no program ser
 from __future__ import annotations
 
 import itertools
-import os
-import threading
 import types
 import weakref
 from collections import OrderedDict
@@ -26,11 +24,12 @@ from barriers.recorded import Ask
 from barriers.wishes import Wish
 from ir_nodes import Graph, ops, settings
 from ir_nodes.estimate import CPU, CUDA, Rates
+from ir_nodes.locks import Lock
 from lazy_backend import core, switches
 from lazy_backend.entered import segments
 from lazy_backend.segments import handle, on_hooks
 
-_lock = threading.Lock()
+_lock = Lock()
 _numbers = itertools.count(1)
 _key = 0
 _state_read = False
@@ -231,14 +230,6 @@ def report(number: int) -> Ordered | None:
         return found
 
 
-def _after_fork() -> None:
-    """Another thread may have held the locks when the process forked, and it is not in the child."""
-    global _lock
-    _lock = threading.Lock()
-    segments.renew_lock()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 core.at_start(set_key)
 on_hooks.append(renew_key)
 switches.changed.append(renew_key)

@@ -21,6 +21,7 @@ from barriers.recorded import Ask
 from barriers.refusals import Refusal
 from barriers.wishes import check, wishes_of
 from ir_nodes import SegmentCall
+from ir_nodes.locks import Lock
 from lazy_backend import api, core, orders
 from lazy_backend.entered import Steps, segments, thread
 from lazy_backend.schedule_page import page
@@ -28,7 +29,7 @@ from lazy_backend.schedule_report import StepReport, text
 
 _KEPT = 64
 _active: list[LazyScheduler] = []
-_lock = threading.Lock()
+_lock = Lock()
 _told: set[str] = set()  # problems of hooks
 
 

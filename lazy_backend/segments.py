@@ -7,7 +7,6 @@ whether this module's has. So copies and pickles of the module are not touched.
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from typing import Any, Callable, Mapping
 
@@ -15,9 +14,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from barriers.segment import Segment, SegmentError
+from ir_nodes.locks import Lock
 from lazy_backend.entered import Before, Part, enter, leave, segments
 
-_lock = threading.RLock()
+_lock = Lock(reentrant=True)
 _parts: weakref.WeakKeyDictionary[nn.Module, dict[str, Part]] = weakref.WeakKeyDictionary()
 _modules: dict[str, weakref.ref[nn.Module]] = {}  # whose method each segment names
 _watched: dict[tuple[type, str], tuple[Callable[..., Any], set[str]]] = {}  # the class's own function, and who needs it replaced

@@ -7,12 +7,12 @@ They are a part of every recording's key, because plans and CUDA graphs hold wha
 from __future__ import annotations
 
 import functools
-import threading
 from types import ModuleType
 from typing import Any, Callable
 
 import torch
 
+from ir_nodes.locks import Lock
 from lazy_backend import core
 
 # How attention is computed is chosen when it is called, so its own switches may change at any time.
@@ -31,7 +31,7 @@ changed: list[Callable[[], None]] = []
 """Called after a switch has changed."""
 _at_start: tuple[object, ...] = ()
 _set: dict[tuple[object, ...], object] = {}  # what each was set to last
-_lock = threading.Lock()
+_lock = Lock()
 
 
 def read() -> tuple[object, ...]:

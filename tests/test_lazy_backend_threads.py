@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lazy_backend
+from ir_nodes.locks import Lock
 
 DEVICE = "lazysched"
 
@@ -165,6 +167,61 @@ def test_fork_while_other_threads_record() -> None:
         for thread in threads:
             thread.join()
     assert statuses == [0] * 5
+
+
+COUNTS_WHILE_IT_FORKS = """
+import os, signal, threading, torch
+from lazy_backend import core
+x = torch.ones(3, device="lazysched")
+(x + 1).tolist()  # compiled here, for all children
+name = "n" * 5_000_000  # looking it up takes torch's metrics some hundred microseconds, in which they hold their lock
+stop = threading.Event()
+def count():
+    while not stop.is_set():
+        core.get().count(name)
+threads = [threading.Thread(target=count) for _ in range(2)]
+for thread in threads:
+    thread.start()
+try:
+    for _ in range(20):
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            os._exit(0 if (x + 1).tolist() == [2.0] * 3 else 1)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert status == 0, status
+finally:
+    stop.set()
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA does not survive fork")
+def test_fork_while_other_threads_count_in_torchs_metrics() -> None:
+    done = subprocess.run([sys.executable, "-c", COUNTS_WHILE_IT_FORKS], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_forked_child_can_take_a_lock_that_another_thread_holds() -> None:
+    lock, held, done = Lock(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            done.wait()
+
+    def take() -> bool:
+        signal.alarm(30)
+        with lock:
+            return True
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    try:
+        assert _in_child(take) == 0
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_a_process_that_ends_with_work_pending_ends_well() -> None:

@@ -113,9 +113,11 @@ void set_data(const at::Tensor& p, const at::Tensor& other) {
 void start(bool cuda, int count) {
   start_device(cuda, count);
   register_lazy_core();
-  constexpr auto unlock = [] { for (auto& r : recorders()) r->mutex.unlock(); };
-  pthread_atfork([] { for (auto& r : recorders()) r->mutex.lock(); }, unlock, [] {
+  constexpr auto lock = [] { for (auto& r : recorders()) r->mutex.lock(); tables_mutex.lock(); };
+  constexpr auto unlock = [] { tables_mutex.unlock(); for (auto& r : recorders()) r->mutex.unlock(); };
+  pthread_atfork(lock, unlock, [] {  // a shared_mutex remembers its thread's number, which is another in the child
     for (auto& r : recorders()) r->mutex.unlock(), new (&r->flush_mutex) std::mutex();
+    new (&tables_mutex) std::shared_mutex();
   });
 }
 
@@ -170,7 +172,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_stream", [](DeviceIndex i, int64_t id) {
     c10::impl::getDeviceGuardImpl(kLazy)->exchangeStream(c10::Stream(c10::Stream::UNSAFE, {kLazy, i}, id));
   });
-  m.def("set_data", &set_data).def("trace_for", &trace_for).def("count", &count);
+  m.def("set_data", &set_data).def("trace_for", &trace_for).def("count", &count, py::call_guard<py::gil_scoped_release>());
   m.def("stats", [] { return std::vector<int64_t>(stats.begin(), stats.end()); });
   m.def("reset_peak", [] { stats[kPeak] = stats[kHeld].load(); });
   m.def("lend", [](const at::Tensor& t, int how) { return recorder(t).lend(t, how); });

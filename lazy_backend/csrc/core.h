@@ -13,6 +13,7 @@
 #include <functional>
 #include <mutex>
 #include <set>
+#include <shared_mutex>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -20,6 +21,10 @@
 namespace torch::autograd { struct Node; }
 
 namespace lazysched {
+
+// Guards tables of the whole process. Taken last and briefly, never around a call that may wait; a process that forks holds it,
+// for a child would wait for ever for a thread that it lacks.
+inline std::shared_mutex tables_mutex;
 
 using c10::DeviceIndex, c10::IValue, torch::jit::Stack, torch::lazy::hash_t;
 

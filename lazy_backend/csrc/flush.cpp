@@ -7,8 +7,8 @@
 
 namespace lazysched {
 
-// torch_xla's counter names, in torch._lazy.metrics.
-void count(const std::string& name) { torch::lazy::Counter(name).AddValue(1); }
+// torch_xla's counter names, in torch._lazy.metrics, which have a lock that a fork would leave held.
+void count(const std::string& name) { std::lock_guard lock(tables_mutex); torch::lazy::Counter(name).AddValue(1); }
 
 // Which tensors are alive can depend on when garbage is collected. After a few variants of a recording, a program that computes
 // more than is needed serves as well: it must keep all that is alive now, which `trace.live` then says. One with an op that no

@@ -8,12 +8,12 @@
 
 namespace lazysched {
 
-static std::mutex pins_mutex; static std::unordered_map<const void*, int> pins;  // by address; of new memory none counts yet
-void pin(const c10::Storage& s, int by) { std::lock_guard lock(pins_mutex); auto& n = pins[s.data()]; n = by ? n + by : 0; }
+static std::unordered_map<const void*, int> pins;  // by address; of new memory none counts yet
+void pin(const c10::Storage& s, int by) { std::lock_guard lock(tables_mutex); auto& n = pins[s.data()]; n = by ? n + by : 0; }
 
 // Does anybody hold it who knows its address?
 static bool is_pinned(const c10::Storage& ours) {
-  std::lock_guard<std::mutex> lock(pins_mutex);
+  std::lock_guard<std::shared_mutex> lock(tables_mutex);
   if (ours.use_count() == 1) pins.erase(ours.data());
   return pins.count(ours.data()) && pins[ours.data()] > 0;
 }

@@ -1,8 +1,6 @@
 // Infers shapes: has infer.py run an op on Meta once per (op, layouts, constants), and remembers what it said.
 #include "core.h"
 
-#include <shared_mutex>
-
 namespace lazysched {
 
 constexpr size_t kRemembered = 100000;
@@ -16,10 +14,9 @@ bool boolean_index(const OpInfo& op, const IValue* args) {
 }
 
 std::shared_ptr<const Inference> inference(const OpInfo& op, const IValue* args, hash_t call, DeviceIndex device) {
-  static auto* mutex = new std::shared_mutex();
   static auto* table = new std::unordered_map<hash_t, std::shared_ptr<const Inference>, torch::lazy::HashReducer>();
   {
-    std::shared_lock<std::shared_mutex> lock(*mutex);
+    std::shared_lock<std::shared_mutex> lock(tables_mutex);
     if (auto it = table->find(call); it != table->end()) return it->second;
   }
   stats[kInfers]++;
@@ -29,8 +26,9 @@ std::shared_ptr<const Inference> inference(const OpInfo& op, const IValue* args,
     NoWarnings quiet("");  // what the user did wrong is said when the op itself is recorded or run
     infer_in_python(op, args, device, *known);
   }
-  std::unique_lock<std::shared_mutex> lock(*mutex);
-  if (table->size() > kRemembered) table->clear();
+  std::remove_pointer_t<decltype(table)> old;  // goes after the lock: it may take the GIL
+  std::unique_lock<std::shared_mutex> lock(tables_mutex);
+  if (table->size() > kRemembered) table->swap(old);
   return (*table)[call] = known;
 }
 

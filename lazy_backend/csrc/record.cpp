@@ -19,14 +19,13 @@ Site capture_site() { Site s; if (limits.frames) s.code = lazysched_find_site(&s
 
 const OpInfo& op_info(const c10::OperatorHandle& op) {
   static auto* all = new std::unordered_map<const void*, std::unique_ptr<OpInfo>>();
-  static auto* mutex = new std::mutex();
   static thread_local std::unordered_map<const void*, const OpInfo*> mine;
   const void* key = &op.schema();
   if (auto it = mine.find(key); it != mine.end()) return *it->second;
   auto info = std::make_unique<OpInfo>(OpInfo{op, toString(op.operator_name())});
   info->name_hash = torch::lazy::HashReduce(torch::lazy::DataHash(info->name.data(), info->name.size()));
   read_schema(*info);  // before the lock: it takes the GIL
-  std::lock_guard<std::mutex> lock(*mutex);
+  std::lock_guard<std::shared_mutex> lock(tables_mutex);
   return *(mine[key] = all->emplace(key, std::move(info)).first->second.get());
 }
 

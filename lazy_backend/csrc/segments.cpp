@@ -5,7 +5,6 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <map>
-#include <shared_mutex>
 
 namespace lazysched {
 namespace {
@@ -15,7 +14,6 @@ constexpr size_t kRanges = 50000;
 // together the inner one comes last.
 using Made = std::tuple<uint64_t, int64_t, int64_t>;
 std::map<Made, int32_t> made;
-std::shared_mutex made_mutex;
 std::atomic<bool> any_made{false};
 thread_local int32_t forward = 0;
 
@@ -26,7 +24,7 @@ int32_t enter_segment(int32_t segment) { return std::exchange(forward, segment);
 void note_backward(int64_t first, int32_t segment) {
   const auto end = static_cast<int64_t>(at::sequence_number::peek());
   if (first == end) return;
-  std::unique_lock<std::shared_mutex> lock(made_mutex);
+  std::unique_lock<std::shared_mutex> lock(tables_mutex);
   made[{at::RecordFunction::currentThreadId(), first, -end}] = segment;
   if (made.size() > kRanges) made.erase(made.begin());  // numbers only grow: its graph is most likely gone
   any_made = true;
@@ -35,7 +33,7 @@ void note_backward(int64_t first, int32_t segment) {
 int32_t current_segment(const torch::autograd::Node* node) {
   if (!node || !any_made) return forward;
   const auto number = static_cast<int64_t>(node->sequence_nr());
-  std::shared_lock<std::shared_mutex> lock(made_mutex);
+  std::shared_lock<std::shared_mutex> lock(tables_mutex);
   for (auto it = made.upper_bound({node->thread_id(), number, 0}); it != made.begin();) {
     const auto& [thread, first, end] = (--it)->first;
     if (thread != node->thread_id()) break;
