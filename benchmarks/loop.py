@@ -3,6 +3,7 @@
 A contestant is a way to run, then what is added to it: ``compile+opt`` compiles the optimizer's step as well,
 ``eager+fused`` uses PyTorch's own fused optimizer, ``lazysched+replay`` wraps the whole step in `lazy_backend.replayed`; with
 ``+cleared`` gradients are dropped behind each step, as Hugging Face's Trainer does, otherwise when the next one begins.
+``+without_overlap`` does without lazysched's optimisation of that name.
 """
 
 from __future__ import annotations
@@ -15,27 +16,33 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.models import TASKS, Sizes
+from ir_nodes.optimisations import OPTIMISATIONS
 
 MODES = {"compile": None, "reduce-overhead": "reduce-overhead", "max-autotune": "max-autotune-no-cudagraphs"}
 WAYS = ("eager", *MODES, "lazysched")
 ASKED = {"attention": {"LAZYSCHED_ATTENTION": "triton"}, "tuned": {"LAZYSCHED_AUTOTUNE": "1"}}
 """What lazysched is asked for beyond its defaults, as settings."""
 EXTRAS = ("opt", "fused", "cleared", "replay", *ASKED)
+WITHOUT = "without_"
 
 
 def parts(contestant: str) -> tuple[str, set[str]]:
     """The way to run and what is added to it. Raises ValueError for names that are not known."""
     way, *extras = contestant.split("+")
-    wrong = ("opt" in extras and way not in MODES) or ({"replay", *ASKED} & set(extras) and way != "lazysched")
-    if way not in WAYS or not set(extras) <= set(EXTRAS) or wrong:
+    ours = {f"{WITHOUT}{name}" for name in OPTIMISATIONS} | {"replay", *ASKED}
+    wrong = ("opt" in extras and way not in MODES) or (ours & set(extras) and way != "lazysched")
+    if way not in WAYS or not set(extras) <= ours | set(EXTRAS) or wrong:
         raise ValueError(f"{contestant}: no such contestant. Ways: {', '.join(WAYS)}; added: +fused, +cleared, +opt for what "
-                         "compiles, +replay, +attention and +tuned for lazysched")
+                         f"compiles, +replay, +attention, +tuned and +{WITHOUT}OPTIMISATION for lazysched")
     return way, set(extras)
 
 
 def settings_of(contestant: str) -> dict[str, str]:
     """The environment variables that its process is started with."""
-    return {variable: value for extra in sorted(parts(contestant)[1]) for variable, value in ASKED.get(extra, {}).items()}
+    extras = sorted(parts(contestant)[1])
+    off = [extra.removeprefix(WITHOUT) for extra in extras if extra.startswith(WITHOUT)]
+    asked = {variable: value for extra in extras for variable, value in ASKED.get(extra, {}).items()}
+    return asked | ({"LAZYSCHED_DISABLE": ",".join(off)} if off else {})
 
 
 class Loop:
