@@ -22,7 +22,7 @@ _PROLOGUE = """    tl.extra.cuda.gdc_wait()
 
 
 def waiting(kernel: Kernel, arch: int) -> Kernel:
-    """The kernel as it is compiled for compute capability ``arch`` (90 for 9.0): with the wait first, where the GPU knows of it."""
+    """The kernel as it is for compute capability ``arch`` (90 for 9.0): with the wait first, where the GPU knows of it."""
     if arch < FIRST_ARCH or not settings.enabled("overlap"):
         return kernel
     head = re.search(rf"^def {kernel.name}\([^)]*\):\n", kernel.source, re.MULTILINE)
