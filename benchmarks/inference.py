@@ -23,7 +23,7 @@ import torch
 from benchmarks.common import Budget, add_limits, fresh_caches, hand_in, in_process, save, spread, table
 from benchmarks.decoding import Decoder, read_bytes
 from benchmarks.floors import floor, told
-from benchmarks.loop import parts
+from benchmarks.loop import parts, settings_of
 from benchmarks.models import Sizes, sized
 from benchmarks.plot import draw
 from benchmarks.profiling import gpu_kernels, peak_on_gpu
@@ -130,12 +130,13 @@ def run(name: str, contestant: str, options: argparse.Namespace, folder: Path, b
     keys = ("prefill", "prefill_batch", "prompt", "tokens", "blocks")
     given = [word for key in keys for word in (f"--{key.replace('_', '-')}", str(getattr(options, key)))]
     given += ["--batches", *map(str, options.batches), "--models", name, "--reference", str(folder), *["--tiny"] * options.tiny]
+    asked = {} if contestant == "floor" else settings_of(contestant)
     with fresh_caches() as variables:
         for number in range(1 if contestant == "floor" else options.rounds):
             if number and budget.refuses(f"{name}: {contestant}, round {number + 1}"):
                 break
             print(f"{name}: {contestant}, round {number + 1}", file=sys.stderr, flush=True)
-            rounds.append(in_process("benchmarks.inference", contestant, given, variables, budget.left(options.timeout)))
+            rounds.append(in_process("benchmarks.inference", contestant, given, variables | asked, budget.left(options.timeout)))
     found = {case: dict(one) for case, one in rounds[-1].items()}
     for case, one in found.items() if contestant != "floor" else ():
         every = [r[case] for r in rounds if case in r]

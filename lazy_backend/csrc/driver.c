@@ -60,10 +60,16 @@ const char* lazysched_launch(void* function, const uint32_t* grid, uint32_t thre
 
 // What the next launch on a stream that is being captured would wait for, and how many those are.
 const char* lazysched_last_captured(void* stream, void** node, size_t* count) {
-  DRIVER(cuStreamGetCaptureInfo_v2, void*, int*, uint64_t*, void**, void* const**, size_t*)
+  static int (*volatile with_edges)(void*, int*, uint64_t*, void**, void* const**, void**, size_t*);
+  if (!with_edges) with_edges = (int (*)(void*, int*, uint64_t*, void**, void* const**, void**, size_t*))find("cuStreamGetCaptureInfo_v3");
   int status = 0;
   void* const* last = NULL;
-  const char* error = text(cuStreamGetCaptureInfo_v2(stream, &status, NULL, NULL, &last, count));
+  void* edges = NULL;
+  const char* error = with_edges ? text(with_edges(stream, &status, NULL, NULL, &last, &edges, count)) : NULL;
+  if (!with_edges) {  // before CUDA 12.3
+    DRIVER(cuStreamGetCaptureInfo_v2, void*, int*, uint64_t*, void**, void* const**, size_t*)
+    error = text(cuStreamGetCaptureInfo_v2(stream, &status, NULL, NULL, &last, count));
+  }
   if (!error && *count) *node = last[0];
   return error;
 }
