@@ -24,13 +24,11 @@ class DriverError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A kernel in the GPU's memory. ``handle`` is a CUfunction; its module stays loaded as long as the process lives. ``waits``:
-    it waits by itself for the kernel launched before it, see `codegen.overlap`."""
+    """A kernel in the GPU's memory. ``handle`` is a CUfunction; its module stays loaded as long as the process lives."""
 
     handle: int
     shared: int
     num_warps: int
-    waits: bool = False
 
 
 @functools.cache

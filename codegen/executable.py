@@ -45,8 +45,7 @@ class Program(Protocol):
 
     def call(self, instr: int, slots: list[int], layouts: list[Chosen], alone: bool) -> None: ...
     def launch(
-        self, function: int, grid: tuple[int, int, int], threads: int, shared: int, early: bool,
-        args: list[tuple[int, int, int]], instr: int,
+        self, function: int, grid: tuple[int, int, int], threads: int, shared: int, args: list[tuple[int, int, int]], instr: int
     ) -> None: ...
     def python(
         self, run: Callable[[list[object], list[object]], torch.Tensor | None], instr: int, slots: Sequence[int]
@@ -189,10 +188,9 @@ class Placed:
         self._program.call(instr, [self.places[slot].slot if slot in self.places else slot for slot in slots], moved, alone)
 
     def launch(
-        self, function: int, grid: tuple[int, int, int], threads: int, shared: int, early: bool,
-        args: list[tuple[int, int, int]], instr: int,
+        self, function: int, grid: tuple[int, int, int], threads: int, shared: int, args: list[tuple[int, int, int]], instr: int
     ) -> None:
-        self._program.launch(function, grid, threads, shared, early, [self._address(*arg) for arg in args], instr)
+        self._program.launch(function, grid, threads, shared, [self._address(*arg) for arg in args], instr)
 
     def python(
         self, run: Callable[[list[object], list[object]], torch.Tensor | None], instr: int, slots: Sequence[int]

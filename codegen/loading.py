@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Sequence
 
@@ -17,7 +16,6 @@ from codegen.compile_pool import Made, PoolError
 from codegen.cuda_driver import DriverError, Function
 from codegen.kernel import Kernel
 from codegen.kernel_files import KernelCompileError, source_path
-from codegen.overlap import waiting, waits
 from codegen.triton_build import gpu_target
 from codegen.triton_compile import compile_kernel
 from ir_nodes import settings
@@ -39,31 +37,24 @@ def load_all(kernels: Sequence[Kernel], folder: Path, device: int) -> dict[Kerne
 
 def load_some(kernels: Sequence[Kernel], folder: Path, device: int) -> dict[Kernel, Function | KernelCompileError]:
     """Every kernel on CUDA device ``device``, or why it is not there."""
-    arch = arch_of(device)
-    wanted = {kernel: waiting(kernel, arch) for kernel in kernels}
-    missing = [kernel for kernel in dict.fromkeys(wanted.values()) if (kernel, device) not in _loaded]
+    missing = [kernel for kernel in dict.fromkeys(kernels) if (kernel, device) not in _loaded]
     refused: dict[Kernel, Function | KernelCompileError] = {}
     with _lock, torch.cuda.device(device):
-        for kernel, made in binaries_of(missing, folder, arch).items():
+        major, minor = torch.cuda.get_device_capability(device)
+        for kernel, made in binaries_of(missing, folder, 10 * major + minor).items():
             one = load(kernel, made, folder, device)
             if isinstance(one, Function):
                 _loaded[kernel, device] = one
             else:
                 refused[kernel] = one
-    return {kernel: refused[made] if made in refused else _loaded[made, device] for kernel, made in wanted.items()}
-
-
-def arch_of(device: int) -> int:
-    """Compute capability of CUDA device ``device``, 90 for 9.0."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+    return {kernel: refused[kernel] if kernel in refused else _loaded[kernel, device] for kernel in kernels}
 
 
 def load(kernel: Kernel, made: Made, folder: Path, device: int) -> Function | KernelCompileError:
     if isinstance(made, KernelCompileError):
         return made
     try:
-        return replace(cuda_driver.load(made.name, made.code, made.shared, made.num_warps, device), waits=waits(kernel))
+        return cuda_driver.load(made.name, made.code, made.shared, made.num_warps, device)
     except (DriverError, OSError) as error:
         return KernelCompileError(kernel, source_path(kernel, folder), error)
 

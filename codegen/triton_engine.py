@@ -24,8 +24,7 @@ from codegen.group import new_group
 from codegen.interpreted import Interpreted, launch
 from codegen.kernel import ExternStep, Kernel, KernelArg, KernelStep, Offset, Plan, Pointer, Scalar, Seed, Size, Temporary
 from codegen.kernel_files import KernelCompileError, write_source
-from codegen.loading import arch_of, load_all
-from codegen.overlap import waiting
+from codegen.loading import load_all
 from codegen.products import as_op, multiplier_of, with_algorithms
 from codegen.rules import can_fuse
 from codegen.step_use import kernel_use
@@ -114,7 +113,7 @@ def tuning_of(context: Context) -> Tuning:
 def load_kernels(kernels: Sequence[Kernel], context: Context) -> dict[Kernel, Function]:
     """Load what is to be launched, compiling what is new. Raises KernelCompileError."""
     for kernel in kernels:
-        show(waiting(kernel, arch_of(context.device)), context)
+        show(kernel, context)
     return load_all(kernels, context.kernel_dir, context.device)
 
 
@@ -152,7 +151,7 @@ def emit_launch(step: KernelStep, compiled: Function, scratch: dict[int, int]) -
     instr = step.nodes[0].instr
 
     def add(program: Program) -> None:
-        program.launch(compiled.handle, step.grid, 32 * compiled.num_warps, compiled.shared, compiled.waits, args, instr)
+        program.launch(compiled.handle, step.grid, 32 * compiled.num_warps, compiled.shared, args, instr)
 
     numbers = tuple(arg.index for arg in step.args if isinstance(arg, Scalar))
     draws = tuple(dict.fromkeys(arg.generator.index for arg in step.args if isinstance(arg, (Seed, Offset))))

@@ -48,7 +48,6 @@ OPTIMISATIONS: dict[str, str] = {
     "counters": "what cuBLASLt's algorithms count with is set to zero once for a CUDA graph, not before each product",
     "keep_heap": "on a CPU, glibc keeps a step's memory for the next",
     "parallel_compile": "kernels compile in several processes",
-    "overlap": "a kernel's programs start while the kernel before it ends, from Hopper on",
     "cuda_graphs": "a cached step replays as a CUDA graph",
     "replay": "functions wrapped in lazy_backend.replayed are recorded again without their Python",
     "windows": "concatenations, pads and gradients of slices are index arithmetic in the kernels around them",

@@ -12,20 +12,6 @@ typedef struct {
   void *kernel, *context;
 } KernelNodeParams;  // CUDA_KERNEL_NODE_PARAMS
 
-typedef struct {
-  int id;
-  union { int allowed; char all[64]; } __attribute__((aligned(8))) value;
-} LaunchAttribute;  // CUlaunchAttribute
-
-typedef struct {
-  unsigned grid[3], block[3], shared;
-  void* stream;
-  LaunchAttribute* attributes;
-  unsigned count;
-} LaunchConfig;  // CUlaunchConfig
-
-enum { kProgrammaticStreamSerialization = 6 };  // of CUlaunchAttributeID
-
 enum { kMissing = -1 };  // no code of the driver's
 
 static void* find(const char* name) {
@@ -49,27 +35,17 @@ static const char* text(int code) {
   if (!name) name = (int (*)(__VA_ARGS__))find(#name);                   \
   if (!name) return text(kMissing);
 
-// `early`: the kernel waits by itself for the one before it on the stream.
-const char* lazysched_launch(void* function, const uint32_t* grid, uint32_t threads, uint32_t shared, int early, void* stream,
-                             void** args) {
-  DRIVER(cuLaunchKernelEx, const LaunchConfig*, void*, void**, void**)
-  LaunchAttribute attribute = {kProgrammaticStreamSerialization, {.allowed = 1}};
-  const LaunchConfig all = {{grid[0], grid[1], grid[2]}, {threads, 1, 1}, shared, stream, &attribute, early ? 1 : 0};
-  return text(cuLaunchKernelEx(&all, function, args, NULL));
+const char* lazysched_launch(void* function, const uint32_t* grid, uint32_t threads, uint32_t shared, void* stream, void** args) {
+  DRIVER(cuLaunchKernel, void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**)
+  return text(cuLaunchKernel(function, grid[0], grid[1], grid[2], threads, 1, 1, shared, stream, args, NULL));
 }
 
 // What the next launch on a stream that is being captured would wait for, and how many those are.
 const char* lazysched_last_captured(void* stream, void** node, size_t* count) {
-  static int (*volatile with_edges)(void*, int*, uint64_t*, void**, void* const**, void**, size_t*);
-  if (!with_edges) with_edges = (int (*)(void*, int*, uint64_t*, void**, void* const**, void**, size_t*))find("cuStreamGetCaptureInfo_v3");
+  DRIVER(cuStreamGetCaptureInfo_v2, void*, int*, uint64_t*, void**, void* const**, size_t*)
   int status = 0;
   void* const* last = NULL;
-  void* edges = NULL;
-  const char* error = with_edges ? text(with_edges(stream, &status, NULL, NULL, &last, &edges, count)) : NULL;
-  if (!with_edges) {  // before CUDA 12.3
-    DRIVER(cuStreamGetCaptureInfo_v2, void*, int*, uint64_t*, void**, void* const**, size_t*)
-    error = text(cuStreamGetCaptureInfo_v2(stream, &status, NULL, NULL, &last, count));
-  }
+  const char* error = text(cuStreamGetCaptureInfo_v2(stream, &status, NULL, NULL, &last, count));
   if (!error && *count) *node = last[0];
   return error;
 }
