@@ -56,7 +56,7 @@ class Recorded:
 
     def check_inputs(self) -> None:
         for buffer, address in zip(self.graph.buffers, self.homes):
-            if buffer.kind is BufferKind.INPUT and not buffer.live:
+            if buffer.kind is BufferKind.INPUT and buffer.nbytes and not buffer.live:
                 raise Refused(f"what it reads is gone when it ends{self.reader(buffer.index)}: it copies from the CPU, or "
                               "replaces what it keeps; give the tensor as an argument, or write into it with copy_()")
             if buffer.kind is BufferKind.FRESH and address in self.places:
@@ -92,9 +92,15 @@ class Recorded:
         return Returned(number if made else -1, nbytes, place, one.dtype, tuple(one.shape), one.stride(), one.storage_offset())
 
     def found(self) -> list[int]:
-        """Buffers that were there before and are no arguments."""
+        """Buffers that were there before and are no arguments, but for `empty`."""
         return [buffer.index for buffer in self.graph.buffers
-                if buffer.kind is not BufferKind.FRESH and self.homes[buffer.index] not in self.places]
+                if buffer.kind is not BufferKind.FRESH and self.homes[buffer.index] not in self.places
+                and buffer.index not in self.empty()]
+
+    def empty(self) -> list[int]:
+        """Buffers without a byte that are no arguments, such as a cache's first keys: any other will do."""
+        return [buffer.index for buffer in self.graph.buffers
+                if buffer.kind is BufferKind.INPUT and not buffer.nbytes and self.homes[buffer.index] not in self.places]
 
     def structure(self) -> tuple[Any, ...]:
         ops = [(target, count, outs, n_outs, generator, segment)
@@ -133,24 +139,28 @@ class Recorded:
         """What replays it."""
         given = tuple((place, self.homes.index(address)) for address, place in self.places.items() if address in self.homes)
         made = {leaf.buffer: leaf.nbytes for leaf in self.leaves if isinstance(leaf, Returned) and leaf.buffer >= 0}
-        for buffer in [*made, *(number for _, number in given)]:
+        device = torch.device("lazysched", self.index)
+        empty = tuple((buffer, torch.empty(0, dtype=torch.uint8).to(device)) for buffer in self.empty())
+        for buffer in [*made, *(number for _, number in given), *(number for number, _ in empty)]:
             self.trace.forget(buffer)
         written = {write.value.buffer.index for node in self.graph.nodes for write in node.all_writes()}
         others = frozenset(self.homes[buffer] for buffer in self.found())
         changed = tuple(place for place, number in given if number in written)
         leaves = tuple(self.leaves)
-        return Stretch(self.trace, self.index, given, made, changed, others, leaves, self.spec, self.ends, self.trains)
+        return Stretch(self.trace, self.index, given, empty, made, changed, others, leaves, self.spec, self.ends, self.trains)
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """What one call recorded. ``given``: (tensor argument, buffer); ``made``: bytes of what it returned, by buffer; ``changed``:
-    arguments that it writes; ``others``: homes of memory that it found; ``ends``: a step ends with it; ``trains``: autograd ran.
+    """What one call recorded. ``given``: (tensor argument, buffer); ``empty``: (buffer, what stands for it); ``made``: bytes of
+    what it returned, by buffer; ``changed``: arguments that it writes; ``others``: homes of memory that it found; ``ends``: a
+    step ends with it; ``trains``: autograd ran.
     """
 
     trace: Recording
     index: int
     given: tuple[tuple[int, int], ...]
+    empty: tuple[tuple[int, Tensor], ...]
     made: dict[int, int]
     changed: tuple[int, ...]
     others: frozenset[int]
@@ -170,7 +180,7 @@ class Stretch:
         found = [leaf.again() if isinstance(leaf, Found) else None for leaf in self.leaves]
         native, given = core.get(), [(number, tensors[place]) for place, number in self.given]
         try:
-            full = native.again(self.trace, self.index, [*given, *memory.items()])
+            full = native.again(self.trace, self.index, [*given, *self.empty, *memory.items()])
         except RuntimeError as error:
             raise Refused(str(error)) from None
         for place in self.changed:

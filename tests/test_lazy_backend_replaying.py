@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
 
 import lazy_backend
 from tests import programs
-from tests.replays import DEVICE, Counted, inputs, started  # noqa: F401 (a fixture)
+from tests.replays import DEVICE, Counted, inputs, refusals, started  # noqa: F401 (a fixture)
 
 
 def test_later_calls_run_no_python_and_give_the_same() -> None:
@@ -65,6 +68,40 @@ def test_other_layouts_and_other_numbers_are_other_calls() -> None:
     step(x.t().contiguous().t(), scale=2.0)
     step(x, scale=2)
     assert lazy.runs == 6
+
+
+EMPTY: dict[str, Callable[[], Tensor]] = {
+    "from a list": lambda: torch.tensor([], device=DEVICE),
+    "from the CPU": lambda: torch.empty(0, 8).to(DEVICE),
+    "allocated": lambda: torch.empty(0, device=DEVICE),
+    "computed": lambda: torch.zeros(0, 8, device=DEVICE) * 2,
+}
+
+
+@pytest.mark.parametrize("how", EMPTY)
+def test_a_cache_that_is_empty_at_first(how: str) -> None:
+    """As transformers' models have it, which train with such caches unless they are told not to."""
+    runs, layer = 0, torch.nn.Linear(8, 8, device=DEVICE)
+
+    def step(x: Tensor) -> Tensor:
+        nonlocal runs
+        runs += 1
+        layer.zero_grad()
+        keys, values = EMPTY[how](), EMPTY[how]()
+        for part in x.split(2):
+            part = layer(part)
+            keys, values = torch.cat([keys, part], dim=-2), torch.cat([values, part * 2], dim=-2)
+        (keys * values).sum().backward()
+        return keys.detach() + values.detach()
+
+    replayed = lazy_backend.replayed(step)
+    for x in inputs(DEVICE, 7):
+        found, gradient = replayed(x).cpu(), layer.weight.grad.cpu()
+        y = layer(x)
+        (wanted,) = torch.autograd.grad((2 * y * y).sum(), layer.weight)
+        torch.testing.assert_close(found, (3 * y).detach().cpu())
+        torch.testing.assert_close(gradient, wanted.cpu())
+    assert runs == 3, refusals()
 
 
 def test_draws_go_on() -> None:
