@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ir_nodes import BufferKind, Frame, Graph
+from ir_nodes import Buffer, BufferKind, Frame, Graph
 from lazy_backend import core
 from lazy_backend.entered import segments
 from lazy_backend.returned import Constant, Found, Leaf, Refused, Returned, home, same_leaf
@@ -56,7 +56,7 @@ class Recorded:
 
     def check_inputs(self) -> None:
         for buffer, address in zip(self.graph.buffers, self.homes):
-            if buffer.kind is BufferKind.INPUT and buffer.nbytes and not buffer.live:
+            if buffer.kind is BufferKind.INPUT and not buffer.live and not is_empty(buffer):
                 raise Refused(f"what it reads is gone when it ends{self.reader(buffer.index)}: it copies from the CPU, or "
                               "replaces what it keeps; give the tensor as an argument, or write into it with copy_()")
             if buffer.kind is BufferKind.FRESH and address in self.places:
@@ -94,13 +94,11 @@ class Recorded:
     def found(self) -> list[int]:
         """Buffers that were there before and are no arguments, but for `empty`."""
         return [buffer.index for buffer in self.graph.buffers
-                if buffer.kind is not BufferKind.FRESH and self.homes[buffer.index] not in self.places
-                and buffer.index not in self.empty()]
+                if buffer.kind is not BufferKind.FRESH and self.homes[buffer.index] not in self.places and not is_empty(buffer)]
 
     def empty(self) -> list[int]:
-        """Buffers without a byte that are no arguments, such as a cache's first keys: any other will do."""
-        return [buffer.index for buffer in self.graph.buffers
-                if buffer.kind is BufferKind.INPUT and not buffer.nbytes and self.homes[buffer.index] not in self.places]
+        """Buffers without a byte that nobody has any more, such as what a cache began with: any other will do."""
+        return [buffer.index for buffer in self.graph.buffers if is_empty(buffer)]
 
     def structure(self) -> tuple[Any, ...]:
         ops = [(target, count, outs, n_outs, generator, segment)
@@ -196,6 +194,10 @@ class Stretch:
         if isinstance(leaf, int):
             return tensors[leaf]
         return leaf.on(memory[leaf.buffer] if leaf.buffer >= 0 else tensors[leaf.place])
+
+
+def is_empty(buffer: Buffer) -> bool:
+    return buffer.kind is BufferKind.INPUT and not buffer.nbytes and not buffer.live
 
 
 def at(frame: Frame | None) -> str:
