@@ -27,6 +27,7 @@ from ir_nodes.node import Frame
 from ir_nodes.remarks import Remarks
 from lazy_backend import api, core, debug, flush, orders
 from lazy_backend.explain_lists import LONGEST, sections, shortened
+from lazy_backend.garbage import uncollected
 from lazy_backend.page import bars, document
 from lazy_backend.schedule_report import seconds, size
 from lazy_backend.step_times import StepTimes, copy_rate, with_times
@@ -80,7 +81,7 @@ def optimised(tensors: torch.Tensor | Iterable[torch.Tensor]) -> Graph:
     return recorded_for(tensors)[0]
 
 
-@flush.uncollected()
+@uncollected()
 def recorded_for(tensors: torch.Tensor | Iterable[torch.Tensor]) -> Told:
     """`optimised`, and what the passes told."""
     remarks = Remarks()
@@ -91,7 +92,7 @@ def recorded_for(tensors: torch.Tensor | Iterable[torch.Tensor]) -> Told:
     return graph, remarks
 
 
-@flush.uncollected()
+@uncollected()
 def explained(graph: Graph, remarks: Remarks | None = None) -> Explanation:
     """The facts of the plan for ``graph``: on a GPU as the triton engine makes it, with what it has measured before."""
     remarks = remarks or Remarks()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import sys
 import warnings
 from functools import partial
 from types import ModuleType
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Sequence
 
 import torch.distributed as dist
 
@@ -27,6 +25,7 @@ from ir_nodes.remarks import Remarks
 from lazy_backend import core, holding, orders, varying
 from lazy_backend.checks import check_orders
 from lazy_backend.entered import segments
+from lazy_backend.garbage import uncollected
 from lazy_backend.measure import part_segments, with_times
 from lazy_backend.trace import Recording, to_graph
 
@@ -42,19 +41,7 @@ steppers: list[Callable[[Graph, list[Emit], int], list[Emit]]] = []
 """Called with each new graph, its steps and its device's index; give the steps that run instead. For `explain`."""
 
 
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Without the garbage collector, which would look through the growing graph again and again and find nothing."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-@uncollected()
+@uncollected()  # the collector would look through the growing graph again and again and find nothing
 def compile_recording(native: ModuleType, recording: Recording, device: int) -> Program:
     """The program for ``recording`` on device ``device``. Runs once per cache miss, under the GIL."""
     try:

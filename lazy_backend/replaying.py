@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from ir_nodes import settings
 from lazy_backend import api, core, orders
+from lazy_backend.garbage import uncollected
 from lazy_backend.recalled import Recorded, Stretch
 from lazy_backend.returned import Refused, home, kept_elsewhere
 from lazy_backend.watched import Watched
@@ -177,6 +178,7 @@ def run(function: Callable[..., Any], given: Given, one: Known) -> Any:
     return out
 
 
+@uncollected()
 def apart(function: Callable[..., Any], given: Given, one: Known) -> tuple[Any, bool]:
     """Run the function; what it returned, and whether it ended a step, which is put off."""
     core.step_ends.put_off, core.step_ends.asked = True, False

@@ -88,8 +88,9 @@ def same_leaf(old: Leaf, new: Leaf) -> bool:
 
 
 def kept_elsewhere(out: Any) -> set[int]:
-    """Homes of tensors in ``out``, what a function returned, that something else holds, too. Asked by who holds only ``out``."""
-    gc.collect()  # what only circles hold is nobody's
+    """Homes of tensors in ``out``, what a function returned, that something else holds, too. Asked by who holds only ``out``,
+    behind a call `uncollected`: looking through all objects would take half a second."""
+    gc.collect(0)  # what only circles hold is nobody's
     nodes: list[Any] = []
     leaves = pytree.tree_leaves(out, is_leaf=lambda node: nodes.append(node) is not None)
     groups: dict[int, list[Tensor]] = {}

@@ -104,6 +104,24 @@ def test_a_cache_that_is_empty_at_first(how: str) -> None:
     assert runs == 3, refusals()
 
 
+def test_what_only_a_circle_holds_is_nobodys() -> None:
+    runs = 0
+
+    def step(x: Tensor) -> Tensor:
+        nonlocal runs
+        runs += 1
+        y = x * 2
+        for number in range(3000):  # as many objects as have the collector run, if it may
+            circle: list[object] = [y, number]
+            circle.append(circle)
+        return y
+
+    replayed = lazy_backend.replayed(step)
+    for x in inputs(DEVICE, 6):
+        assert torch.equal(replayed(x).cpu(), x.cpu() * 2)
+    assert runs == 3, refusals()
+
+
 def test_draws_go_on() -> None:
     def noise(x: Tensor) -> Tensor:
         return x + torch.rand_like(x)
