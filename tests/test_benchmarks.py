@@ -13,6 +13,7 @@ import torch
 from benchmarks import all as all_parts
 from benchmarks import common, floors, inference, kernels, plot, shapes, train
 from benchmarks.kernel_cases import CASES, bytes_moved
+from benchmarks.loop import settings_of
 
 
 @pytest.fixture
@@ -189,3 +190,11 @@ def test_shapes_are_drawn_compared_and_reported(tmp_path: Path, capsys: pytest.C
     assert not shapes.distance(none, one) <= 1.0 and not shapes.distance(one, none) <= 1.0
     shapes.report([])
     assert "No case was measured" in capsys.readouterr().out
+
+
+def test_a_contestant_does_without_optimisations() -> None:
+    assert settings_of("lazysched+tuned+without_cse+without_combo") == {"LAZYSCHED_AUTOTUNE": "1", "LAZYSCHED_DISABLE": "combo,cse"}
+    assert settings_of("lazysched+replay") == {}
+    for wrong in ("compile+without_cse", "lazysched+without_nothing"):
+        with pytest.raises(ValueError, match="no such contestant"):
+            settings_of(wrong)
