@@ -193,7 +193,8 @@ def test_shapes_are_drawn_compared_and_reported(tmp_path: Path, capsys: pytest.C
 
 
 def test_a_contestant_does_without_optimisations() -> None:
-    assert settings_of("lazysched+tuned+without_cse+without_combo") == {"LAZYSCHED_AUTOTUNE": "1", "LAZYSCHED_DISABLE": "combo,cse"}
+    asked = settings_of("lazysched+tuned+without_cse+without_combo")
+    assert asked == {"LAZYSCHED_AUTOTUNE": "1", "LAZYSCHED_DISABLE": "combo,cse"}
     assert settings_of("lazysched+replay") == {}
     for wrong in ("compile+without_cse", "lazysched+without_nothing"):
         with pytest.raises(ValueError, match="no such contestant"):
