@@ -3,7 +3,7 @@
 A contestant is a way to run, then what is added to it: ``compile+opt`` compiles the optimizer's step as well,
 ``eager+fused`` uses PyTorch's own fused optimizer, ``lazysched+replay`` wraps the whole step in `lazy_backend.replayed`; with
 ``+cleared`` gradients are dropped behind each step, as Hugging Face's Trainer does, otherwise when the next one begins.
-``+without_overlap`` does without lazysched's optimisation of that name.
+``+without_combo`` does without lazysched's optimisation of that name.
 """
 
 from __future__ import annotations

@@ -111,9 +111,9 @@ def test_what_only_a_circle_holds_is_nobodys() -> None:
         nonlocal runs
         runs += 1
         y = x * 2
-        for number in range(3000):  # as many objects as have the collector run, if it may
-            circle: list[object] = [y, number]
-            circle.append(circle)
+        circle: list[object] = [y]
+        circle.append(circle)
+        assert len([[number] for number in range(100_000)])  # the collector runs, if it may, and the circle is no longer young
         return y
 
     replayed = lazy_backend.replayed(step)
