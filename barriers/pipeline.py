@@ -27,8 +27,9 @@ from barriers.passes.noops import eliminate_noops
 from barriers.passes.own_part import read_own_part
 from barriers.passes.peak_order import lower_peak
 from barriers.passes.product_sums import sum_products
-from barriers.passes.recompute import Partition, recompute_cheap, traffic
+from barriers.passes.recompute import recompute_cheap
 from ir_nodes import Graph, settings
+from ir_nodes.kernels import Partition, traffic
 from ir_nodes.remarks import Remarks
 from ir_nodes.verify import verify
 

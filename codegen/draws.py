@@ -7,6 +7,7 @@ would launch: aten/src/ATen/native/cuda/Dropout.cu (`fused_dropout_kernel_vec` a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -87,15 +88,36 @@ def lower_dropout(node: Node, tuning: Tuning) -> list[Part]:
         raise Unsupported("dropout into another memory format")
     lowering = Lowering(node, source.layout.size)
     value = lowering.load(source)
-    held = value.dtype  # what ATen computes in
-    keep = lowering.expr("(1.0 - {0})", lowering.read(args["p"], torch.float64), dtype=torch.float64)
-    keep = lowering.cast(keep, held)
+    keep = _share_kept(lowering, args["p"], value.dtype)
     drawn = random(lowering, source.layout, tuning)
     kept = lowering.expr("({0} < {1})", drawn, keep, dtype=torch.bool)
-    # p = 1 keeps nothing: its scale, which is infinite, must not make NaN of what is dropped
-    inverse = "1.0 / {0}" if held is torch.float64 else "tl.math.div_rn(1.0, {0})"
-    scale = lowering.expr(f"tl.where({{0}} == 0, 0.0, {inverse})", keep, dtype=held)
-    text = f"{{0}} * {{1}}.to(tl.{'float64' if held is torch.float64 else 'float32'}) * {{2}}"
-    lowering.write(node.writes.index(out), lowering.expr(text, value, kept, scale, dtype=compute_dtype(source.layout.dtype)))
+    lowering.write(node.writes.index(out), _scaled(lowering, value, kept, keep, source.layout.dtype))
     lowering.write(node.writes.index(mask), kept)
     return [lowering.part]
+
+
+def lower_dropped(node: Node, tuning: Tuning) -> list[Part]:
+    """What dropout has given, from its mask (`ir_nodes.own.DROPPED`)."""
+    args = arguments(node)
+    source = operand_of(args["input"])
+    lowering = Lowering(node, source.layout.size)
+    value = lowering.load(source)
+    kept = lowering.cast(lowering.load(operand_of(args["mask"])), torch.bool)
+    keep = _share_kept(lowering, args["p"], value.dtype)
+    lowering.write(0, _scaled(lowering, value, kept, keep, source.layout.dtype))
+    return [lowering.part]
+
+
+def _share_kept(lowering: Lowering, p: Any, held: torch.dtype) -> Instr:
+    """1 - p, in the precision that ATen computes in."""
+    return lowering.cast(lowering.expr("(1.0 - {0})", lowering.read(p, torch.float64), dtype=torch.float64), held)
+
+
+def _scaled(lowering: Lowering, value: Instr, kept: Instr, keep: Instr, dtype: torch.dtype) -> Instr:
+    """What is ``kept``, over the share ``keep`` of all that is."""
+    # p = 1 keeps nothing: its scale, which is infinite, must not make NaN of what is dropped
+    wide = keep.dtype is torch.float64
+    inverse = "1.0 / {0}" if wide else "tl.math.div_rn(1.0, {0})"
+    scale = lowering.expr(f"tl.where({{0}} == 0, 0.0, {inverse})", keep, dtype=keep.dtype)
+    text = f"{{0}} * {{1}}.to(tl.{'float64' if wide else 'float32'}) * {{2}}"
+    return lowering.expr(text, value, kept, scale, dtype=compute_dtype(dtype))

@@ -32,6 +32,7 @@ from codegen.reductions import Lowered
 from codegen.tuning import HOPPER, Tuning
 from ir_nodes import settings
 from ir_nodes.node import Node
+from ir_nodes.own import DROPPED
 
 REDUCTIONS: dict[str, Lowered] = {
     "sum": reductions.lower_sum,
@@ -77,8 +78,10 @@ OPTIMIZERS: dict[str, Callable[[Node, int], list[Part]]] = {
 """Ops that update a list of parameters."""
 
 
-DRAWS: dict[str, Callable[[Node, Tuning], list[Part]]] = {"native_dropout": draws.lower_dropout}
-"""Ops that take numbers from a generator."""
+DRAWS: dict[str, Callable[[Node, Tuning], list[Part]]] = {
+    "native_dropout": draws.lower_dropout, "native_dropout_dropped": draws.lower_dropped,
+}
+"""Ops that take numbers from a generator, or took them before."""
 
 
 JOINS: dict[str, Callable[[Node, Known], list[Part]]] = {
@@ -123,7 +126,7 @@ PAIRED: dict[str, Callable[[Node, int, Known], list[Part]]] = {
 def lower(node: Node, scratch: int, tuning: Tuning = HOPPER, known: Known | None = None) -> list[Part]:
     """The node's parts. ``scratch`` numbers the next scratch value. Raises Unsupported with a readable reason."""
     known = known or nothing_known()
-    if not node.target.startswith("aten::"):
+    if not node.target.startswith("aten::") and node.target != DROPPED:
         raise Unsupported(f"{node.target} is not an ATen op")
     if not node.writes or node.effects and node.name not in DRAWS:
         raise Unsupported("it has effects beyond its results")

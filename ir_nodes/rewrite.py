@@ -54,6 +54,17 @@ def new_value(graph: Graph, nbytes: int, producer: Node | None = None) -> Value:
     return value
 
 
+def move_apart(graph: Graph, value: Value) -> None:
+    """Give ``value``, which its node writes whole, and what follows it in its memory, memory of their own."""
+    values = graph.values[value.buffer.index]
+    first = values.index(value)
+    buffer = graph.add_buffer(value.buffer.nbytes)
+    for version, one in enumerate(values[first:], 1):
+        one.buffer, one.version = buffer, version
+        graph.values[buffer.index].append(one)
+    del values[first:]
+
+
 def copy(beside: Node, source: Operand, write: Write) -> Node:
     """What copies ``source``; it stands where ``beside`` does, and belongs to what that belongs to."""
     node = Node(beside.index, "aten::copy_", (Target(0), source, False), (), (write,), frame=beside.frame, instr=beside.instr,
@@ -69,8 +80,8 @@ def clone(graph: Graph, node: Node, instead: Mapping[Value, Value], reader: Node
     writes = []
     for write in node.writes:
         writes.append(Write(new_value(graph, write.value.buffer.nbytes), write.layout, None, False))
-    again = replace(node, writes=tuple(writes), again=True, joins=joins, segment=reader.segment, stage=reader.stage,
-                    index=reader.index)
+    again = replace(node, writes=tuple(writes), again=True, twin=node.twin or node, joins=joins, segment=reader.segment,
+                    stage=reader.stage, index=reader.index)
     for write in writes:
         write.value.producer = again
     redirect(again, instead)

@@ -158,14 +158,15 @@ def run(function: Callable[..., Any], given: Given, one: Known) -> Any:
     one.tries += 1
     for index in range(core.device_count()):  # what it records is to be told apart
         api.run_recorded(index, "mark_step", "lazy_backend.replayed() looks at what a function records")
-    before = Before(function, given, one)
+    before, why = Before(function, given, one), ""
     out, ends = apart(function, given, one)
     try:
         ops, kept = before.recorded(), kept_elsewhere(out)
         learn(one, before, Recorded(core.get().current_device(), given.tensors, out, kept, ops, ends))
-    except Refused as why:
+    except Refused as refused:
         one.recorded = None
-        note(str(why))
+        why = str(refused)
+        note(why)
     one.watched = before.watched
     one.trains = one.stretch is None or one.stretch.trains or bool(one.watched.optimizers)
     one.state = one.watched.state(one.trains)
@@ -173,8 +174,8 @@ def run(function: Callable[..., Any], given: Given, one: Known) -> Any:
         end_step()
     if one.tries == _TRIES and one.stretch is None:
         name = getattr(function, "__qualname__", type(function).__name__)
-        warnings.warn(f"lazysched: {name} is not replayed; torch._lazy.metrics counts why (ReplayRefused: ...)", RuntimeWarning,
-                      stacklevel=3)
+        warnings.warn(f"lazysched: {name} is not replayed: {why or 'two calls in turn were never the same'} "
+                      "(torch._lazy.metrics counts all reasons as ReplayRefused)", RuntimeWarning, stacklevel=3)
     return out
 
 

@@ -10,11 +10,14 @@ from hypothesis import HealthCheck, given, settings
 
 from barriers.passes import hold_less as module
 from barriers.passes.hold_less import hold_less
+from barriers.passes.recompute import recompute_cheap
 from codegen.explanation import Explanation, explain
 from codegen.fuse import plan
 from codegen.partition import partition
 from ir_nodes import Graph
 from ir_nodes.estimate import CUDA
+from ir_nodes.kernels import Kernel
+from ir_nodes.own import DROPPED
 from ir_nodes.remarks import Remarks
 from tests import programs
 from tests.optimised import SameNumbers, assert_equals_eager
@@ -65,6 +68,39 @@ def test_activations_are_made_again_in_kernels_that_are_there_anyway(options: di
         assert torch.equal(memory[value.buffer.index], without[same.buffer.index])
 
 
+def attending(p: float, cast: bool) -> Recording:
+    """Forward and backward of four layers of attention as products and softmax, with dropout; gives the inputs' gradients."""
+    torch.manual_seed(0)
+    given = torch.randn(4, 3, 64, 8).unbind()
+    with Recorder() as recorder:
+        q, k, v, w = (one.detach().requires_grad_() for one in given)
+        y = w
+        for _ in range(4):
+            scores = (y * q) @ k.transpose(-2, -1)
+            y = (torch.tanh(scores / 3) * 3 if cast else scores).softmax(-1)
+            y = torch.native_dropout(y, p, True)[0] if p else y
+            y = (y.double() @ v.double()).float() if cast else y @ v
+        grads = torch.autograd.grad(y.square().sum(), (q, k, v, w))
+    return recorder.finish([*grads, *given])
+
+
+@pytest.mark.parametrize("p, cast", [(0.3, False), (1.0, False), (0.3, True), (0.0, True)])
+def test_probabilities_are_made_again_where_their_softmax_is(p: float, cast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though nothing may be spent: that softmax need not be stored pays for the write. Dropout takes its mask again."""
+    monkeypatch.setattr(module, "PART", 0.0)
+    plain, recording = attending(p, cast), attending(p, cast)
+    for one in (plain, recording):
+        recompute_cheap(one.graph, partition)
+    graph = hold_less(recording.graph, partition)
+    made = [node.target for node in graph.nodes if node.joins is not None]
+    assert made == 3 * [*[DROPPED] * (p > 0), *["aten::_to_copy"] * cast], "not the last layer's, used where the most is held"
+    without, shared = facts(plain.graph), facts(graph)
+    assert shared.kernels <= without.kernels and max(shared.held) < max(without.held)
+    memory, other = execute(recording, plan(graph)), execute(plain, plan(plain.graph))
+    for value, same in zip(graph.outputs(), plain.graph.outputs()):
+        assert torch.equal(memory[value.buffer.index], other[same.buffer.index])
+
+
 def test_it_takes_no_more_than_a_part_of_the_steps_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PART", 1e-9)
     recording = training()
@@ -88,13 +124,13 @@ def test_a_copy_that_would_not_join_its_kernel_is_taken_back() -> None:
     recording, remarks = training(), Remarks()
     calls = []
 
-    def apart(graph: Graph) -> list[tuple[tuple[object, ...], bool]]:
+    def apart(graph: Graph) -> list[Kernel]:
         calls.append(graph)
         if len(calls) == 1:
-            return partition(graph)  # type: ignore[return-value]
-        return [((node,), fused) for nodes, fused in partition(graph) for node in nodes]
+            return partition(graph)
+        return [Kernel((node,), one.fused, one.stores) for one in partition(graph) for node in one.nodes]
 
-    graph = hold_less(recording.graph, apart, remarks)  # type: ignore[arg-type]
+    graph = hold_less(recording.graph, apart, remarks)
     assert not any(node.again for node in graph.nodes)
     assert any(not one.done for one, _ in remarks.all())
     assert_equals_eager(graph, recording)

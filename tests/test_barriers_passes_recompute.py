@@ -17,6 +17,7 @@ from codegen.fuse import plan
 from codegen.partition import partition
 from ir_nodes import Graph
 from ir_nodes.estimate import CUDA
+from ir_nodes.kernels import Kernel
 from tests import programs
 from tests.optimised import SameNumbers, assert_equals_eager
 from tests.recording import Recorder, Recording
@@ -204,8 +205,8 @@ def test_draws_and_small_values_are_never_made_again() -> None:
 
 
 def test_copies_that_would_not_join_their_kernel_are_taken_back() -> None:
-    def apart(graph: Graph) -> list[tuple[tuple[Any, ...], bool]]:
-        return [((node,), True) for node in graph.nodes]
+    def apart(graph: Graph) -> list[Kernel]:
+        return [Kernel((node,), True, tuple(write.value for write in node.writes)) for node in graph.nodes]
 
     recording, _ = recorded(trained(lambda x, a, b: (new_gelu(x @ a) @ b).sum()), *made((32, 48), (48, 64), (64, 48)))
     graph = recompute_cheap(recording.graph, apart)

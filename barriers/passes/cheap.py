@@ -6,6 +6,7 @@ from ir_nodes import Layout, Node, Operand
 from ir_nodes.ops import info, split
 
 ROWS = ("softmax", "normalization", "reduction")
+REDUCED = ("mean", "sum", "amax", "amin", "all", "any")
 _ELEMENTWISE = ("pointwise", "fill")
 _COPIES = ("copy_", "clone", "_to_copy", "contiguous")
 
@@ -30,7 +31,7 @@ def reduces_rows(node: Node) -> bool:
         last = not dims or dims[0] in (-1, len(full.size) - 1)
         return last and info(node.target).name in ("_softmax", "_log_softmax", "native_layer_norm")
     kept = outs[0].size[:-1] == full.size[:-1] and len(full.size) > 1 and outs[0].numel * full.size[-1] == full.numel
-    return len(outs) == 1 and kept and outs[0].numel > 1 and info(node.target).name in ("mean", "sum", "amax", "amin")
+    return len(outs) == 1 and kept and outs[0].numel > 1 and info(node.target).name in REDUCED
 
 
 def sees_all(read: Operand, maker: Node) -> bool:

@@ -4,23 +4,27 @@ and `barriers` parts only.
 A product's gradient reads the product's operand, such as an activation function's result; the kernel of that function's gradient
 reads what the result came from, at about the same time. If that kernel runs first, it can write the result again for no more than
 the write, and nothing has to wait since forward. What it costs is bounded by a small part of the step's estimated time.
+Attention's probabilities, which grow with the square of a sequence, may cost what was won where their softmax is computed again
+anyway.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Sequence
+from typing import Iterator, Mapping, Sequence
 
 from barriers.dependencies import needs, older_values
 from barriers.model import memory
-from barriers.passes.cheap import ROWS, is_cheap, sees_all
+from barriers.passes.cheap import sees_all
 from barriers.passes.dead import eliminate_dead
-from barriers.passes.recompute import Copied, Partition, homes, traffic
+from barriers.passes.recompute import Copied
+from barriers.passes.remade import again, is_elementwise, result_of, squares, taken, twice, won
 from ir_nodes import Graph, Node, Value
 from ir_nodes.estimate import CUDA, cost
+from ir_nodes.kernels import Kernels, Partition, homes, traffic, unstored
 from ir_nodes.ops import COLLECTIVE, info
 from ir_nodes.remarks import Remarks
-from ir_nodes.rewrite import clone, redirect
+from ir_nodes.rewrite import redirect
 
 PART = 1 / 240
 """Of a step's estimated time, what all copies may take."""
@@ -34,8 +38,6 @@ WIDEST = 12
 """Ops that are copied for one value."""
 NEAR = 64
 """Nodes between a value's late reader and the kernel that makes the value again."""
-
-Kernels = Sequence[tuple[tuple[Node, ...], bool]]
 
 
 def hold_less(graph: Graph, partition: Partition, remarks: Remarks | None = None) -> Graph:
@@ -91,18 +93,29 @@ class _Holder:
         held = memory(graph, graph.nodes, self.unseen)
         self.here = max(range(len(held)), key=held.__getitem__)
         self.peak = held[self.here]
+        self.made_anyway: dict[int, dict[Value, Value]] = {}  # by late kernel, what stands for what it makes once more
+        self.makers: dict[Value, list[int]] = {}  # the kernels that do, for each value
+        for number, kernel in enumerate(kernels):
+            if kernel.fused and any(node.again for node in kernel.nodes):
+                self.made_anyway[number] = twice(kernel)
+                for value in self.made_anyway[number]:
+                    self.makers.setdefault(value, []).append(number)
 
     def run(self) -> list[tuple[Copied, Node]]:
         """The copies that were made, each with a node of the kernel that it is to join."""
         found = [one for node in self.graph.nodes[: self.here] if (one := self._consider(node)) is not None]
         found.sort(key=lambda one: (len(one.along), -self.place[one.late[0]]))  # what is simple, and of that what waits longest
         left = PART * seconds(self.graph, self.kernels) if found else 0.0
+        earned = {number: won(self.kernels[number], self.unseen) for number in {one.number for one in found}}
         made = []
         for one in found:
-            takes = self._size(one.maker.writes[0].value) / CUDA.memory
-            if takes <= left and (copied := self._copy(one)) is not None:
+            value = result_of(one.maker)
+            size = self._size(value)
+            free = squares(value, one.late) and size <= earned[one.number]
+            if (free or size / CUDA.memory <= left) and (copied := self._copy(one)) is not None:
                 made.append(copied)
-                left -= takes
+                earned[one.number] -= size if free else 0
+                left -= 0 if free else size / CUDA.memory
         return made
 
     def _size(self, value: Value) -> int:
@@ -110,42 +123,64 @@ class _Holder:
 
     def _fused(self, node: Node) -> bool:
         number = self.home.get(node, -1)
-        return number >= 0 and self.kernels[number][1]
+        return number >= 0 and self.kernels[number].fused
 
     def _consider(self, maker: Node) -> Found | None:
         """How the result of ``maker`` could be made again after the peak; None where that can't be or brings nothing."""
-        if not self._fused(maker) or not is_plain(maker):
+        if not self._fused(maker) or not is_elementwise(maker):
             return None
-        value = maker.writes[0].value
+        value = result_of(maker)
         if self._size(value) < LEAST or value.buffer.live or value is not self.graph.values[value.buffer.index][-1]:
             return None
         late = sorted((user for user in value.users if self.place[user] > self.here), key=self.place.__getitem__)
         if not late or any(self.place[user] == self.here for user in value.users):
             return None
-        behind = self._behind(maker)
-        if behind is None:
-            return None
-        along, leaves = behind
-        large = [leaf for leaf in leaves if SMALL * leaf.buffer.nbytes > value.buffer.nbytes]
-        if not large or not all(self._lasts(leaf) for leaf in leaves):
-            return None
-        first = max(large, key=lambda leaf: leaf.buffer.nbytes)
-        for number in dict.fromkeys(self.home.get(user, -1) for user in first.users if self.place[user] > self.here):
-            if self._may_join(number, large, late):
+        for number, along, leaves in self._ways(maker, squares(value, late)):
+            large = [leaf for leaf in leaves if SMALL * leaf.buffer.nbytes > value.buffer.nbytes]
+            if all(self._lasts(leaf) for leaf in leaves) and self._may_join(number, large, late):
                 return Found(maker, tuple(along), tuple(late), number)
         return None
 
-    def _behind(self, maker: Node) -> tuple[list[Node], list[Value]] | None:
-        """The nodes that make what ``maker`` needs and never reaches memory, in order, and what does that they need."""
+    def _ways(self, maker: Node, grows: bool) -> Iterator[tuple[int, list[Node], list[Value]]]:
+        """Kernels that might make the result of ``maker`` again, the nodes that are to be copied along, and what these read that
+        is in memory. Only for what ``grows`` with a sequence's square are those asked that make its operand again anyway: of
+        others, such as norms, there is much that could be made again and little to win."""
+        for number in self._kernels_with(maker) if grows else ():
+            if (behind := self._behind(maker, self.made_anyway[number])) is not None:
+                yield number, *behind
+        behind = self._behind(maker, {})
+        large = [leaf for leaf in behind[1] if SMALL * leaf.buffer.nbytes > result_of(maker).buffer.nbytes] if behind else []
+        if behind is not None and large:
+            first = max(large, key=lambda leaf: leaf.buffer.nbytes)
+            for number in dict.fromkeys(self.home.get(user, -1) for user in first.users if self.place[user] > self.here):
+                yield number, *behind
+
+    def _kernels_with(self, maker: Node) -> list[int]:
+        """The kernels that make once more what ``maker`` reads, or what cheap ops before it do."""
+        found: dict[int, None] = {}
+        waiting = [maker]
+        for node in waiting:
+            for read in taken(node):
+                found.update(dict.fromkeys(self.makers.get(read.value, ())))
+                source = read.value.producer
+                if source is not None and read.value not in self.makers and is_elementwise(source) and len(waiting) <= WIDEST:
+                    waiting.append(source)
+        return list(found)
+
+    def _behind(self, maker: Node, made: Mapping[Value, Value]) -> tuple[list[Node], list[Value]] | None:
+        """The nodes that make what ``maker`` needs and never reaches memory, in order, and what does that they need; without
+        what is ``made`` anyway."""
         along: dict[Node, None] = {}
         leaves: dict[Value, None] = {}
         waiting = [maker]
         while waiting:
-            for read in waiting.pop().reads:
+            for read in taken(waiting.pop()):
                 source = read.value.producer
+                if read.value in made:
+                    continue
                 if source is None or self._size(read.value):
                     leaves[read.value] = None
-                elif not is_plain(source) or not sees_all(read, source) or len(along) >= WIDEST:
+                elif not is_elementwise(source) or not sees_all(read, source) or len(along) >= WIDEST:
                     return None
                 elif source not in along:
                     along[source] = None
@@ -160,30 +195,32 @@ class _Holder:
 
     def _may_join(self, number: int, large: Sequence[Value], late: Sequence[Node]) -> bool:
         """Does the kernel ``number`` read all of ``large``, near the first of ``late`` and none of them a part of it?"""
-        if number < 0 or not self.kernels[number][1]:
+        if number < 0 or not self.kernels[number].fused:
             return False
-        nodes = self.kernels[number][0]
+        nodes = self.kernels[number].nodes
         places = [self.place[node] for node in nodes]
         reads = {read.value for node in nodes for read in node.reads}
         near = max(places) - self.place[late[0]] <= NEAR and min(places) > self.here
         return near and all(leaf in reads for leaf in large) and not any(user in nodes for user in late)
 
     def _copy(self, found: Found) -> tuple[Copied, Node] | None:
-        kernel, first = self.kernels[found.number][0], self.place[found.late[0]]
-        leaves = {read.value for node in (*found.along, found.maker) for read in node.reads}
-        joined = min((node for node in kernel if any(read.value in leaves for read in node.reads)), key=self.place.__getitem__)
-        if not self._put_off(found.late, first, max(self.place[node] for node in kernel), set(kernel)):
+        kernel, first = self.kernels[found.number].nodes, self.place[found.late[0]]
+        instead = dict(self.made_anyway.get(found.number, {}))
+        needed = {instead.get(read.value, read.value) for node in (*found.along, found.maker) for read in taken(node)}
+        there = max((self.place[value.producer] for value in needed if value.producer in kernel), default=-1)
+        readers = [node for node in kernel if self.place[node] > there and any(read.value in needed for read in node.reads)]
+        if not readers or not self._put_off(found.late, first, max(self.place[node] for node in kernel), set(kernel)):
             return None
+        joined = min(readers, key=self.place.__getitem__)
         begin = self.place[joined]
         if any(one.version > leaf.version and one.producer is not None and self.place[one.producer] < begin
-               for leaf in leaves for one in self.graph.values[leaf.buffer.index]):
+               for leaf in needed for one in self.graph.values[leaf.buffer.index]):
             return None  # overwritten by then
-        instead: dict[Value, Value] = {}
         copies: list[Node] = []
         for node in (*found.along, found.maker):
-            copies.append(clone(self.graph, node, instead, joined, joined))
-            instead.update((old.value, new.value) for old, new in zip(node.writes, copies[-1].writes))
-        mine = {write.value: instead[write.value] for write in found.maker.writes}
+            copies.append(again(self.graph, node, instead, joined))
+            instead[result_of(node)] = result_of(copies[-1])
+        mine = {result_of(found.maker): result_of(copies[-1])}
         for user in found.late:
             redirect(user, mine)
         self.graph.nodes[begin:begin] = copies
@@ -208,31 +245,8 @@ class _Holder:
         return True
 
 
-def is_plain(node: Node) -> bool:
-    """Is it a cheap op that takes each element by itself? A reduction would take registers from the kernel that it joins."""
-    return is_cheap(node) and len(node.writes) == 1 and info(node.target).kind not in ROWS
-
-
-def unstored(graph: Graph, kernels: Kernels) -> set[int]:
-    """Buffers whose values never leave a kernel, or are made again by all who read them."""
-    homes: dict[Node, set[int]] = {}
-    for number, (nodes, fused) in enumerate(kernels):
-        for node in nodes if fused else ():
-            homes.setdefault(node, set()).add(number)
-    lasting = set(graph.outputs())
-    written: set[int] = set()
-    stored: set[int] = set()
-    for node in graph.nodes:
-        mine = homes.get(node, set())
-        for write in node.all_writes():
-            written.add(write.value.buffer.index)
-            if write.value in lasting or not mine or any(not homes.get(user) or homes[user] - mine for user in write.value.users):
-                stored.add(write.value.buffer.index)
-    return written - stored
-
-
 def seconds(graph: Graph, kernels: Kernels) -> float:
     """What a GPU may take for all kernels."""
-    fused = [kernel for kernel in kernels if kernel[1]]
-    called = sum(cost(node, CUDA).seconds for nodes, one in kernels if not one for node in nodes)
+    fused = [kernel for kernel in kernels if kernel.fused]
+    called = sum(cost(node, CUDA).seconds for kernel in kernels if not kernel.fused for node in kernel.nodes)
     return called + len(fused) * CUDA.launch + traffic(graph, fused) / CUDA.memory

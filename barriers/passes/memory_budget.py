@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
-from typing import Callable, Iterable, NamedTuple, Sequence
+from typing import Callable, Iterable, NamedTuple
 
 from barriers.model import last_uses, memory
 from barriers.passes.dead import eliminate_dead
-from barriers.passes.recompute import Partition
 from barriers.refusals import at, describe
 from ir_nodes import BufferKind, Graph, Node, Value
 from ir_nodes.estimate import CPU, CUDA, cost
+from ir_nodes.kernels import Kernels, Partition
 from ir_nodes.ops import info, split
 from ir_nodes.remarks import Remarks
 from ir_nodes.rewrite import clone, redirect
@@ -121,7 +121,7 @@ class _Fitter:
         """Copies that would share a kernel with what runs before the peak would free nothing."""
         if self.partition is None or not self.copies:
             return
-        kernel = {node: nodes for nodes, _ in self.partition(self.graph) for node in nodes}
+        kernel = {node: one.nodes for one in self.partition(self.graph) for node in one.nodes}
         for old, new in self.copies.items():
             if min(self.place[node] for node in kernel.get(new, (new,))) <= self.place[self.behind[new]]:
                 instead = {b.value: a.value for a, b in zip(old.writes, new.writes)}
@@ -234,11 +234,11 @@ class _Fitter:
             self.last[value.buffer.index] = max(map(self.place.__getitem__, users), default=-1)
 
 
-def spread(graph: Graph, kernels: Sequence[tuple[tuple[Node, ...], bool]], unseen: set[int]) -> None:
+def spread(graph: Graph, kernels: Kernels, unseen: set[int]) -> None:
     """Give each kernel a copy of its own of the casts that all their readers do for themselves, so that the graph shows how long
     what is cast is needed."""
     place = {node: position for position, node in enumerate(graph.nodes)}
-    home = {node: number for number, (nodes, fused) in enumerate(kernels) if fused for node in nodes}
+    home = {node: number for number, kernel in enumerate(kernels) if kernel.fused for node in kernel.nodes}
     before: dict[Node, list[Node]] = {}
     for node in list(graph.nodes):
         if info(node.target).kind != "copy" or not repeatable(node) or node.writes[0].value.buffer.index not in unseen:

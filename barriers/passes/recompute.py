@@ -8,21 +8,21 @@ between any two kernels of one graph: for each kernel the cheapest cut through t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Callable, Sequence
+from typing import Sequence
 
 from barriers.min_cut import NEVER, min_cut
 from barriers.passes.cheap import ROWS, is_cheap, sees_all
 from barriers.passes.dead import eliminate_dead
-from ir_nodes import Graph, Node, Value
+from ir_nodes import BufferKind, Graph, Node, Value
+from ir_nodes.kernels import Kernels, Partition, homes, traffic
 from ir_nodes.ops import info
 from ir_nodes.remarks import Remarks
-from ir_nodes.rewrite import clone, redirect
-
-Partition = Callable[[Graph], Sequence[tuple[tuple[Node, ...], bool]]]
-"""Gives the kernels that a graph would become, as nodes and whether they are fused; the others are run one by one."""
+from ir_nodes.rewrite import clone, move_apart, redirect
 
 LEAST = 4096
 """Bytes that must be saved."""
+SMALL = 1 / 32
+"""Of what is let go earlier, what may be kept for longer besides: a bias that all layers add."""
 MOVES_MORE = "with such copies the kernels would move more bytes in all"
 JOINS_NOTHING = "the copy would not join the kernel that it is for"
 WIDEST = 40
@@ -34,7 +34,7 @@ def recompute_cheap(graph: Graph, partition: Partition, remarks: Remarks | None 
     writing and reading their results. Numbers stay bit for bit, for the same ops run on the same values.
 
     A result that no longer leaves its kernel is not written at all. Copies that would not join the kernel that they are for are
-    taken back. No value is kept longer than before unless a larger one goes. Returns ``graph``.
+    taken back. No value is kept longer than before unless a larger one goes, or one of nearly its size. Returns ``graph``.
     """
     before = partition(graph)
     moved = traffic(graph, before)
@@ -54,20 +54,6 @@ def recompute_cheap(graph: Graph, partition: Partition, remarks: Remarks | None 
                     remarks.did("recompute", node.name, "it is computed again instead of being written and read")
         eliminate_dead(graph)
     return graph
-
-
-def traffic(graph: Graph, kernels: Sequence[tuple[tuple[Node, ...], bool]]) -> int:
-    """Bytes that these kernels read and write; what one of them makes for itself alone does not count."""
-    outputs = dict.fromkeys(graph.outputs())
-    total = 0
-    for nodes, _ in kernels:
-        inside = set(nodes)
-        seen = {read.value: min(read.layout.nbytes, read.value.buffer.nbytes) for node in nodes for read in node.reads
-                if read.value.producer not in inside}
-        made = {write.value: write.layout.nbytes for node in nodes for write in node.writes
-                if write.value in outputs or any(user not in inside for user in write.value.users)}
-        total += sum(seen.values()) + sum(made.values())
-    return total
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +80,7 @@ class Network:
 
 
 class _Recomputer:
-    def __init__(self, graph: Graph, kernels: Sequence[tuple[tuple[Node, ...], bool]], remarks: Remarks) -> None:
+    def __init__(self, graph: Graph, kernels: Kernels, remarks: Remarks) -> None:
         self.graph, self.kernels, self.remarks = graph, kernels, remarks
         self.place = {node: position for position, node in enumerate(graph.nodes)}
         self.home = homes(kernels)
@@ -103,8 +89,8 @@ class _Recomputer:
         self.inserted: dict[int, list[Node]] = {}
 
     def run(self) -> list[Copied]:
-        order = sorted((number for number, (_, fused) in enumerate(self.kernels) if fused),
-                       key=lambda number: self.place[self.kernels[number][0][0]])
+        order = sorted((number for number, kernel in enumerate(self.kernels) if kernel.fused),
+                       key=lambda number: self.place[self.kernels[number].nodes[0]])
         made = [one for one in map(self._kernel, order) if one is not None]
         nodes: list[Node] = []
         for position, node in enumerate(self.graph.nodes):
@@ -114,7 +100,7 @@ class _Recomputer:
         return made
 
     def _kernel(self, number: int) -> Copied | None:
-        nodes = self.kernels[number][0]
+        nodes = self.kernels[number].nodes
         sinks, fixed = self._operands(nodes, number)
         if not sinks:
             return None
@@ -137,6 +123,8 @@ class _Recomputer:
             return None
         for value in cut:
             self.kept_until[value] = max(self._kept_until(value), end)
+            if (newer := self.newer.get(value)) is not None and self._apart(newer):
+                move_apart(self.graph, self.newer.pop(value))
         return self._copy(users, gone, cut, needed)
 
     def _operands(self, nodes: Sequence[Node], number: int) -> tuple[list[Value], set[Value]]:
@@ -183,14 +171,22 @@ class _Recomputer:
         size = value.buffer.nbytes
         outside = self._readers(value)
         if sink:
-            shared = value.buffer.live or any(other < 0 or not self.kernels[other][1] for other in outside)
+            shared = value.buffer.live or any(other < 0 or not self.kernels[other].fused for other in outside)
             return size if shared else size + size // max(len(outside), 1)
         return size if outside or value.buffer.live or value.producer is None or not self._fused(value.producer) else 2 * size
 
     def _overwritten(self, value: Value) -> int:
-        """Where the next value of its buffer is made."""
+        """Where the next value of its buffer is made, which cannot have memory of its own."""
         newer = self.newer.get(value)
-        return self.place[newer.producer] if newer is not None and newer.producer is not None else len(self.place)
+        if newer is None or newer.producer is None or self._apart(newer):
+            return len(self.place)
+        return self.place[newer.producer]
+
+    def _apart(self, newer: Value) -> bool:
+        """Could ``newer``, which an op in place has made, as well lie in memory of its own?"""
+        maker, buffer = newer.producer, newer.buffer
+        return (maker is not None and self._fused(maker) and is_cheap(maker) and not buffer.live
+                and buffer.kind is BufferKind.FRESH)
 
     def _readers(self, value: Value) -> set[int]:
         """The kernels that read ``value``, but the one that makes it."""
@@ -199,7 +195,7 @@ class _Recomputer:
 
     def _fused(self, node: Node) -> bool:
         home = self.home.get(node, -1)
-        return home >= 0 and self.kernels[home][1]
+        return home >= 0 and self.kernels[home].fused
 
     def _needed(self, users: Sequence[Node], gone: dict[Value, None], cut: set[Value]) -> dict[Node, int]:
         """What has to run again so that ``users``, in graph order, find copies of ``gone``, and where: each right before the
@@ -221,7 +217,7 @@ class _Recomputer:
                      if not one.buffer.live and self._kept_until(one) < place)
         others = [one for one in gone if not one.buffer.live and self.kept_until.get(one, -1) < begin and all(
             self.place.get(user, -1) < begin for user in one.users if self.home.get(user) != number)]  # copies: `kept_until`
-        return longer <= sum(one.buffer.nbytes for one in others)
+        return longer <= (1 + SMALL) * sum(one.buffer.nbytes for one in others)
 
     def _kept_until(self, value: Value) -> int:
         own = max((self.place[user] for user in value.users if user in self.place), default=-1)
@@ -263,11 +259,3 @@ class Space:
             return self.reduces and largest == self.numel
         return node.writes[0].layout.numel in (self.numel, *self.kept)
 
-
-def homes(kernels: Sequence[tuple[tuple[Node, ...], bool]]) -> dict[Node, int]:
-    """The kernel of each node, -1 for one that is in several."""
-    home: dict[Node, int] = {}
-    for number, (nodes, _) in enumerate(kernels):
-        for node in nodes:
-            home[node] = -1 if node in home else number
-    return home
