@@ -39,7 +39,7 @@ def test_its_probabilities_are_made_again_from_the_scores() -> None:
     """That the bias is added to the scores in place, and rows that see nothing are zeroed in place, is no reason against it."""
     held = [one.to("lazysched") for one in inputs()]
     made = gradients(held)
-    graph, _ = run_passes(to_graph(core.get().trace_for(made, 0)))
+    graph, _ = run_passes(to_graph(core.get().trace_for([*made, *held], 0)))
     softmax = next(node for node in graph.nodes if node.name == "_softmax")
     recompute_cheap(graph, partition)
     again = [node.name for node in graph.nodes if node.again]
