@@ -27,6 +27,7 @@ from barriers.passes.noops import eliminate_noops
 from barriers.passes.own_part import read_own_part
 from barriers.passes.peak_order import lower_peak
 from barriers.passes.product_sums import sum_products
+from barriers.passes.reader_order import lay_for_readers
 from barriers.passes.recompute import recompute_cheap
 from ir_nodes import Graph, settings
 from ir_nodes.kernels import Partition, traffic
@@ -89,6 +90,9 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
     def inbox(graph: Graph) -> Graph:
         return use_inbox(graph, remarks)
 
+    def reader_order(graph: Graph) -> Graph:
+        return lay_for_readers(graph, remarks) if partition is not None else graph
+
     def recompute(graph: Graph) -> Graph:
         if partition is not None:
             return recompute_cheap(graph, partition, remarks)
@@ -110,7 +114,7 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
         ("join_products", joint_products), ("join_products", joint_gradients), ("product_sums", product_sums),
         ("channels_last", channels_last), ("conv_bias", conv_bias), ("conv_gradients", conv_gradients),
         ("own_part", own_part), ("copy_engines", inbox),
-        ("recompute", recompute), ("peak_order", peak_order), ("hold_less", spare),
+        ("reader_order", reader_order), ("recompute", recompute), ("peak_order", peak_order), ("hold_less", spare),
     )
     allowed = [step for name, step in passes if not name or settings.enabled(name)]  # without a name: numbers would be wrong
     return [*allowed, memory_budget] if now.memory_budget else allowed

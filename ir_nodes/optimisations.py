@@ -17,6 +17,7 @@ OPTIMISATIONS: dict[str, str] = {
     "conv_gradients": "the kernel that makes a convolution's gradient sums it for the bias",
     "own_part": "what a rank sends to itself in an all_to_all_single is read where it lies, instead of being copied",
     "copy_engines": "large exchanges between GPUs of one host run on their copy engines, which leave the multiprocessors alone",
+    "reader_order": "what large kernels read over and over lies in the order in which they walk it",
     "recompute": "cheap values are computed again in backward instead of being kept",
     "hold_less": "values that wait while most memory is held are made again by kernels that read what they come from",
     "peak_order": "the order with the smallest peak memory among several",

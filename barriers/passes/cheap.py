@@ -23,6 +23,11 @@ def is_cheap(node: Node) -> bool:
     return row.kind in _ELEMENTWISE or row.name in _COPIES
 
 
+def is_elementwise(node: Node) -> bool:
+    """Is it a cheap op that takes each element by itself?"""
+    return is_cheap(node) and len(node.writes) == 1 and info(node.target).kind not in ROWS
+
+
 def reduces_rows(node: Node) -> bool:
     """Does each result depend on neighbouring elements only, and are there several?"""
     full, outs = node.reads[0].layout, [write.layout for write in node.writes]

@@ -18,7 +18,7 @@ from barriers.model import memory
 from barriers.passes.cheap import sees_all
 from barriers.passes.dead import eliminate_dead
 from barriers.passes.recompute import Copied
-from barriers.passes.remade import again, is_elementwise, result_of, squares, taken, twice, won
+from barriers.passes.remade import again, is_plain, result_of, squares, taken, twice, won
 from ir_nodes import Graph, Node, Value
 from ir_nodes.estimate import CUDA, cost
 from ir_nodes.kernels import Kernels, Partition, homes, traffic, unstored
@@ -26,7 +26,7 @@ from ir_nodes.ops import COLLECTIVE, info
 from ir_nodes.remarks import Remarks
 from ir_nodes.rewrite import redirect
 
-PART = 1 / 240
+PART = 1 / 320
 """Of a step's estimated time, what all copies may take."""
 ENOUGH = 1 << 28
 """Bytes: where less is held at most, nothing is done."""
@@ -127,7 +127,7 @@ class _Holder:
 
     def _consider(self, maker: Node) -> Found | None:
         """How the result of ``maker`` could be made again after the peak; None where that can't be or brings nothing."""
-        if not self._fused(maker) or not is_elementwise(maker):
+        if not self._fused(maker) or not is_plain(maker):
             return None
         value = result_of(maker)
         if self._size(value) < LEAST or value.buffer.live or value is not self.graph.values[value.buffer.index][-1]:
@@ -163,7 +163,7 @@ class _Holder:
             for read in taken(node):
                 found.update(dict.fromkeys(self.makers.get(read.value, ())))
                 source = read.value.producer
-                if source is not None and read.value not in self.makers and is_elementwise(source) and len(waiting) <= WIDEST:
+                if source is not None and read.value not in self.makers and is_plain(source) and len(waiting) <= WIDEST:
                     waiting.append(source)
         return list(found)
 
@@ -180,7 +180,7 @@ class _Holder:
                     continue
                 if source is None or self._size(read.value):
                     leaves[read.value] = None
-                elif not is_elementwise(source) or not sees_all(read, source) or len(along) >= WIDEST:
+                elif not is_plain(source) or not sees_all(read, source) or len(along) >= WIDEST:
                     return None
                 elif source not in along:
                     along[source] = None

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Container, Mapping, Sequence
 
-from barriers.passes.cheap import ROWS, is_cheap
+from barriers.passes.cheap import is_elementwise
 from ir_nodes import Graph, Node, Operand, Value, Write
 from ir_nodes.kernels import Kernel
 from ir_nodes.ops import info
@@ -17,19 +17,14 @@ LITTLE = 16
 """What is smaller by this factor is not counted."""
 
 
-def is_plain(node: Node) -> bool:
-    """Is it a cheap op that takes each element by itself? A reduction would take registers from the kernel that it joins."""
-    return is_cheap(node) and len(node.writes) == 1 and info(node.target).kind not in ROWS
-
-
 def drops(node: Node) -> bool:
     """Is it dropout in training, whose result follows from its operand and its mask?"""
     return node.target == "aten::native_dropout" and len(node.effects) == 1 and None not in node.returns
 
 
-def is_elementwise(node: Node) -> bool:
-    """Can its result be made again element by element?"""
-    return is_plain(node) or drops(node)
+def is_plain(node: Node) -> bool:
+    """Can its result be made again element by element? A reduction would take registers from the kernel that it joins."""
+    return is_elementwise(node) or drops(node)
 
 
 def result_of(node: Node) -> Value:
