@@ -13,16 +13,22 @@ from typing import Any, Sequence
 
 import torch
 
+from codegen import forms
 from codegen.expressions import Unsupported
 from codegen.instructions import Instr, Part, scratch_value
 from codegen.lowering import Lowering, arguments
 from codegen.promotion import HALF, compute_dtype
-from codegen.reductions import operand_of, reduction
+from codegen.reductions import operand_of, reduction, write_kept
 from ir_nodes.layout import Layout
 from ir_nodes.node import BufferKind, Node, Operand, Value
 
 FEW_ROWS = 4
 """Gradients of tables with so few rows are sums over the rows that ask for each: atomics would all meet on a few addresses."""
+
+OFTEN = 128
+"""Lookups for each of a table's rows from which its gradient is summed in several tables, or atomics would meet too often."""
+TABLES, ALL_TABLES = 256, 1 << 19
+"""How many tables at most, and their elements together."""
 
 WIDENED = 1 << 25
 """Elements of a 16-bit table up to which its gradient is summed in float32 memory of its own and converted afterwards."""
@@ -212,15 +218,15 @@ def lower_embedding_backward(node: Node, scratch: int) -> list[Part]:
     if half and rows * width > WIDENED:
         raise Unsupported("a large table in 16 bits")
     check_order(compute_dtype(write.layout.dtype))
+    tables = min(TABLES, ALL_TABLES // max(rows * width, 1))
+    if flat >= OFTEN * rows and tables >= 8:
+        return _in_tables(node, args, scratch, tables)
     layout = Layout.contiguous(torch.float32, (rows, width))
     last = scratch_value(scratch, layout.nbytes, node) if half else write.value
     blank = Value(last.buffer, 0, node)
     zeros = Lowering(node, layout.size)
     zeros.store(blank, layout, zeros.expr("0.0", dtype=torch.float32))
-    add = Lowering(node, (*index.layout.size, width))
-    at = _index(add, index, _spread(index.layout, 0, 1), rows, check=False)
-    if args["padding_idx"] >= 0:
-        at = add.expr("tl.where({0} == {1}, -1, {0})", at, add.size(args["padding_idx"], at.dtype), dtype=at.dtype)
+    add, at = _lookups(node, args)
     assert flat
     add.put(last, _without(layout, (0,)), [(at, width, rows)], add.load(grad), "add")
     add.part.after = (blank,)
@@ -229,6 +235,37 @@ def lower_embedding_backward(node: Node, scratch: int) -> list[Part]:
     narrow = Lowering(node, layout.size)
     narrow.write(0, narrow.load(Operand(last, layout)))
     return [zeros.part, add.part, narrow.part]
+
+
+def _lookups(node: Node, args: dict[str, Any]) -> tuple[Lowering, Instr]:
+    """Over all lookups, and the row that each has asked for, -1 where it gets no gradient."""
+    index, (rows, width) = operand_of(args["indices"]), node.writes[0].layout.size
+    add = Lowering(node, (*index.layout.size, width))
+    at = _index(add, index, _spread(index.layout, 0, 1), rows, check=False)
+    if args["padding_idx"] >= 0:
+        at = add.expr("tl.where({0} == {1}, -1, {0})", at, add.size(args["padding_idx"], at.dtype), dtype=at.dtype)
+    return add, at
+
+
+def _in_tables(node: Node, args: dict[str, Any], scratch: int, tables: int) -> list[Part]:
+    """As many sums as ``tables``, to which lookups add in turn, and their sum: few atomics meet on an address."""
+    write, lookups = node.writes[0].layout, operand_of(args["indices"]).layout.size
+    layout = Layout.contiguous(torch.float32, (tables, *write.size))
+    sums = scratch_value(scratch, layout.nbytes, node)
+    blank = Value(sums.buffer, 0, node)
+    zeros = Lowering(node, layout.size)
+    zeros.store(blank, layout, zeros.expr("0.0", dtype=torch.float32))
+    add, at = _lookups(node, args)
+    steps = Layout.contiguous(torch.int32, lookups).stride
+    turn = add.place(forms.collapse((*lookups, write.size[1]), (*steps, 0)))
+    table = add.expr(f"({{0}} % {tables})", turn, dtype=turn.dtype)
+    rows, width = write.size
+    add.put(sums, _without(layout, (0, 1)), [(table, rows * width, tables), (at, width, rows)],
+            add.load(operand_of(args["grad_output"])), "add")
+    add.part.after = (blank,)
+    total, dims = reduction(node, Operand(sums, layout), 0)
+    write_kept(total, 0, total.reduce("add", total.load(Operand(sums, layout))), dims)
+    return [zeros.part, add.part, total.part]
 
 
 def _row_sums(node: Node, args: dict[str, Any], grad: Operand, index: Operand) -> Part:

@@ -7,7 +7,7 @@ from typing import Any, Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import CACHE, check, compile_all, execute, externs, kernels, record
+from graphs import CACHE, check, compile_all, execute, externs, kernels, record, typed
 
 from codegen.cuda_graph import blocked_call
 from codegen.fuse import plan
@@ -78,6 +78,26 @@ def test_gradient_of_an_embedding(rows: int, dtype: torch.dtype, padding: int, t
     made = check(program, grad, ids, tuning=tuning, rtol=rtol, atol=atol)
     assert any("atomic_add" in step.kernel.source for step in kernels(made)) is (rows > 4)
     check(program, grad.transpose(0, 1), ids.t(), tuning=tuning, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("padding", [-1, 2])
+@pytest.mark.parametrize("summed", [False, True], ids=["alone", "of sums"])
+def test_a_small_table_that_is_asked_often_is_summed_in_several(dtype: torch.dtype, padding: int, summed: bool) -> None:
+    """As a table of biases by distance is, whose gradient is summed over a batch first."""
+    def program(grad: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        grad = grad.sum(0).permute(1, 2, 0) if summed else grad
+        return aten.embedding_dense_backward(grad, ids, 9, padding, False) * 2
+
+    ids = (torch.arange(40)[:, None] - torch.arange(40)).abs() // 5
+    grad = data(3, 4, 40, 40, dtype=dtype) if summed else data(40, 40, 4, dtype=dtype)
+    exact = program(grad.double(), ids).to(dtype)
+    recording, (result,) = record(program, grad, ids)
+    made = plan(recording.graph)
+    assert not externs(made) and any("% 256" in step.kernel.source for step in kernels(made))
+    got = typed(execute(recording, made)[recording.graph.outputs()[0].buffer.index], result)
+    bound = 2e-2 if dtype is torch.bfloat16 else 1e-5
+    torch.testing.assert_close(got, exact, rtol=bound, atol=bound * 10)
 
 
 def test_gradients_by_atomics_are_refused_where_order_matters() -> None:

@@ -9,7 +9,6 @@ from typing import Container, Mapping, Sequence
 from barriers.passes.cheap import is_elementwise
 from ir_nodes import Graph, Node, Operand, Value, Write
 from ir_nodes.kernels import Kernel
-from ir_nodes.ops import info
 from ir_nodes.own import DROPPED
 from ir_nodes.rewrite import clone, new_value, read
 
@@ -82,9 +81,9 @@ def won(kernel: Kernel, unseen: Container[int]) -> int:
 
 
 def squares(value: Value, late: Sequence[Node]) -> bool:
-    """Do only products read ``value``, each of which touches less than that else? Attention's probabilities are like that: they
-    grow with the square of a sequence."""
+    """Do only batched products read ``value``, each of which touches less than half of that else? Attention's probabilities are
+    like that: they grow with the square of a sequence."""
     def others(user: Node) -> int:
         return sum(one.value.buffer.nbytes for one in (*user.reads, *user.writes) if one.value is not value)
 
-    return all(info(user.target).kind == "matmul" and others(user) < value.buffer.nbytes for user in late)
+    return all(user.name in ("bmm", "baddbmm") and 2 * others(user) <= value.buffer.nbytes for user in late)
