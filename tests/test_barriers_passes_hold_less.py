@@ -19,6 +19,7 @@ from ir_nodes.estimate import CUDA
 from ir_nodes.kernels import Kernel
 from ir_nodes.own import DROPPED
 from ir_nodes.remarks import Remarks
+from ir_nodes.verify import verify
 from tests import programs
 from tests.optimised import SameNumbers, assert_equals_eager
 from tests.recording import Recorder, Recording
@@ -92,6 +93,7 @@ def test_probabilities_are_made_again_where_their_softmax_is(p: float, cast: boo
     for one in (plain, recording):
         recompute_cheap(one.graph, partition)
     graph = hold_less(recording.graph, partition)
+    verify(graph)
     made = [node.target for node in graph.nodes if node.joins is not None]
     assert made == 3 * [*[DROPPED] * (p > 0), *["aten::_to_copy"] * cast], "not the last layer's, used where the most is held"
     without, shared = facts(plain.graph), facts(graph)

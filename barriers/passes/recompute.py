@@ -258,4 +258,3 @@ class Space:
         if info(node.target).kind in ROWS:
             return self.reduces and largest == self.numel
         return node.writes[0].layout.numel in (self.numel, *self.kept)
-
