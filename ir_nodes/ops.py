@@ -20,7 +20,7 @@ _KINDS: dict[str, str] = {
         igamma igammac isfinite isinf isnan isneginf isposinf lcm ldexp le leaky_relu leaky_relu_backward lerp lgamma log
         log10 log1p log2 log_sigmoid_backward logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit
         logit_backward lt masked_fill maximum minimum mish mish_backward mse_loss_backward mul nan_to_num
-        native_dropout_backward native_dropout_dropped ne neg nextafter polygamma pow rad2deg reciprocal relu relu6
+        native_dropout_backward ne neg nextafter polygamma pow rad2deg reciprocal relu relu6
         remainder round rsqrt rsub selu sgn sigmoid sigmoid_backward sign signbit silu silu_backward sin sinc sinh
         smooth_l1_loss_backward softplus softplus_backward softshrink softshrink_backward sqrt square sub tan tanh
         tanh_backward threshold threshold_backward trunc where xlogy
@@ -93,6 +93,8 @@ _BETWEEN_RANKS = ("lazysched", "c10d", "_c10d_functional", "c10d_functional")
 OWN = "lazysched_own"
 """Of ops that are none of PyTorch's. Of those that codegen makes of several, "_joined" or "_sums" or both follow the name of the
 first, whose kind they are."""
+
+_OWN_KINDS = {"native_dropout_dropped": "pointwise"}  # of ops that stand by themselves, see `ir_nodes.own`
 
 # In-place ops that never read the old elements of what they write.
 _WRITE_ONLY = frozenset(
@@ -225,6 +227,8 @@ def first_of(name: str) -> str:
 
 
 def _kind(name: str) -> str:
+    if name in _OWN_KINDS:
+        return _OWN_KINDS[name]
     for base in (name, name.removesuffix("_")):
         if base in _TABLE:
             return _TABLE[base]
