@@ -15,21 +15,16 @@ import torch
 from torch import Tensor
 
 from codegen.lowering import arguments
-from ir_nodes import BufferKind, Graph, Layout, Node, ops
+from ir_nodes import BufferKind, Graph, Layout, Node, ops, own
 from ir_nodes.node import Operand, Write
 from ir_nodes.rewrite import let_go
-
-_OURS = torch.library.Library(ops.OWN, "DEF")
 
 
 def define(target: str, ending: str, results: str, function: Callable[..., Any]) -> str:
     """An op of our own, named as ``target`` with an ``ending``, that takes what ``target`` takes and gives ``results``, as
     ``function`` computes them. Returns its name with its namespace."""
     taken, _, _ = str(ops.schema(target)).partition(" -> ")
-    name = ops.split(target)[1] + ending
-    _OURS.define(f"{name}{taken[taken.index('(') :]} -> {results}")
-    _OURS.impl(name, function, "CompositeExplicitAutograd")
-    return f"{ops.OWN}::{name}"
+    return own.define(ops.split(target)[1] + ending, f"{taken[taken.index('(') :]} -> {results}", function)
 
 
 def _joined(target: str) -> str:

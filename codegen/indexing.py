@@ -27,8 +27,8 @@ FEW_ROWS = 4
 
 OFTEN = 128
 """Lookups for each of a table's rows from which its gradient is summed in several tables, or atomics would meet too often."""
-TABLES, ALL_TABLES = 256, 1 << 19
-"""How many tables at most, and their elements together."""
+TABLES, FEWEST_TABLES, ALL_TABLES = 256, 8, 1 << 19
+"""How many tables at most and at least, and their elements together at most."""
 
 WIDENED = 1 << 25
 """Elements of a 16-bit table up to which its gradient is summed in float32 memory of its own and converted afterwards."""
@@ -218,54 +218,47 @@ def lower_embedding_backward(node: Node, scratch: int) -> list[Part]:
     if half and rows * width > WIDENED:
         raise Unsupported("a large table in 16 bits")
     check_order(compute_dtype(write.layout.dtype))
-    tables = min(TABLES, ALL_TABLES // max(rows * width, 1))
-    if flat >= OFTEN * rows and tables >= 8:
-        return _in_tables(node, args, scratch, tables)
-    layout = Layout.contiguous(torch.float32, (rows, width))
-    last = scratch_value(scratch, layout.nbytes, node) if half else write.value
-    blank = Value(last.buffer, 0, node)
-    zeros = Lowering(node, layout.size)
-    zeros.store(blank, layout, zeros.expr("0.0", dtype=torch.float32))
-    add, at = _lookups(node, args)
     assert flat
-    add.put(last, _without(layout, (0,)), [(at, width, rows)], add.load(grad), "add")
-    add.part.after = (blank,)
+    tables = _tables(rows * width) if flat >= OFTEN * rows else 1
+    layout = Layout.contiguous(torch.float32, (tables, rows, width))
+    last = scratch_value(scratch, layout.nbytes, node) if half or tables > 1 else write.value
+    parts = _sums_of_lookups(node, args, last, layout)
+    if tables > 1:
+        total, dims = reduction(node, Operand(last, layout), 0)
+        write_kept(total, 0, total.reduce("add", total.load(Operand(last, layout))), dims)
+        return [*parts, total.part]
     if not half:
-        return [zeros.part, add.part]
-    narrow = Lowering(node, layout.size)
-    narrow.write(0, narrow.load(Operand(last, layout)))
-    return [zeros.part, add.part, narrow.part]
+        return parts
+    narrow = Lowering(node, write.layout.size)
+    narrow.write(0, narrow.load(Operand(last, Layout.contiguous(torch.float32, write.layout.size))))
+    return [*parts, narrow.part]
 
 
-def _lookups(node: Node, args: dict[str, Any]) -> tuple[Lowering, Instr]:
-    """Over all lookups, and the row that each has asked for, -1 where it gets no gradient."""
-    index, (rows, width) = operand_of(args["indices"]), node.writes[0].layout.size
+def _tables(numel: int) -> int:
+    """How many tables of ``numel`` elements are summed. A power of two, for it becomes a part of the kernel, or 1 for few."""
+    most = min(TABLES, ALL_TABLES // max(numel, 1))
+    return 1 << most.bit_length() - 1 if most >= FEWEST_TABLES else 1
+
+
+def _sums_of_lookups(node: Node, args: dict[str, Any], sums: Value, layout: Layout) -> list[Part]:
+    """Zeros in ``sums``, [tables, rows, width], and the gradients that are added to them: each lookup's to one of the tables in
+    turn, so that few atomics meet on an address."""
+    grad, index, (tables, rows, width) = operand_of(args["grad_output"]), operand_of(args["indices"]), layout.size
+    blank = Value(sums.buffer, 0, node)
+    zeros = Lowering(node, layout.size if tables > 1 else layout.size[1:])
+    zeros.store(blank, Layout.contiguous(layout.dtype, zeros.shape), zeros.expr("0.0", dtype=torch.float32))
     add = Lowering(node, (*index.layout.size, width))
     at = _index(add, index, _spread(index.layout, 0, 1), rows, check=False)
     if args["padding_idx"] >= 0:
         at = add.expr("tl.where({0} == {1}, -1, {0})", at, add.size(args["padding_idx"], at.dtype), dtype=at.dtype)
-    return add, at
-
-
-def _in_tables(node: Node, args: dict[str, Any], scratch: int, tables: int) -> list[Part]:
-    """As many sums as ``tables``, to which lookups add in turn, and their sum: few atomics meet on an address."""
-    write, lookups = node.writes[0].layout, operand_of(args["indices"]).layout.size
-    layout = Layout.contiguous(torch.float32, (tables, *write.size))
-    sums = scratch_value(scratch, layout.nbytes, node)
-    blank = Value(sums.buffer, 0, node)
-    zeros = Lowering(node, layout.size)
-    zeros.store(blank, layout, zeros.expr("0.0", dtype=torch.float32))
-    add, at = _lookups(node, args)
-    steps = Layout.contiguous(torch.int32, lookups).stride
-    turn = add.place(forms.collapse((*lookups, write.size[1]), (*steps, 0)))
-    table = add.expr(f"({{0}} % {tables})", turn, dtype=turn.dtype)
-    rows, width = write.size
-    add.put(sums, _without(layout, (0, 1)), [(table, rows * width, tables), (at, width, rows)],
-            add.load(operand_of(args["grad_output"])), "add")
+    places = [(at, width, rows)]
+    if tables > 1:
+        steps = Layout.contiguous(torch.int32, index.layout.size).stride
+        turn = add.place(forms.collapse((*index.layout.size, width), (*steps, 0)))
+        places.insert(0, (add.expr(f"({{0}} % {tables})", turn, dtype=turn.dtype), rows * width, tables))
+    add.put(sums, Layout(layout.dtype, (1, width), (0, 1)), places, add.load(grad), "add")
     add.part.after = (blank,)
-    total, dims = reduction(node, Operand(sums, layout), 0)
-    write_kept(total, 0, total.reduce("add", total.load(Operand(sums, layout))), dims)
-    return [zeros.part, add.part, total.part]
+    return [zeros.part, add.part]
 
 
 def _row_sums(node: Node, args: dict[str, Any], grad: Operand, index: Operand) -> Part:

@@ -20,10 +20,10 @@ _KINDS: dict[str, str] = {
         igamma igammac isfinite isinf isnan isneginf isposinf lcm ldexp le leaky_relu leaky_relu_backward lerp lgamma log
         log10 log1p log2 log_sigmoid_backward logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit
         logit_backward lt masked_fill maximum minimum mish mish_backward mse_loss_backward mul nan_to_num
-        native_dropout_backward ne neg nextafter polygamma pow rad2deg reciprocal relu relu6
-        remainder round rsqrt rsub selu sgn sigmoid sigmoid_backward sign signbit silu silu_backward sin sinc sinh
-        smooth_l1_loss_backward softplus softplus_backward softshrink softshrink_backward sqrt square sub tan tanh
-        tanh_backward threshold threshold_backward trunc where xlogy
+        native_dropout_backward ne neg nextafter polygamma pow rad2deg reciprocal relu relu6 remainder round rsqrt rsub selu
+        sgn sigmoid sigmoid_backward sign signbit silu silu_backward sin sinc sinh smooth_l1_loss_backward softplus
+        softplus_backward softshrink softshrink_backward sqrt square sub tan tanh tanh_backward threshold threshold_backward
+        trunc where xlogy
         """,
     "reduction": """
         all amax amin aminmax any argmax argmin count_nonzero linalg_vector_norm logsumexp max mean median min mode nanmedian

@@ -1,14 +1,24 @@
-"""Ops that passes put in the place of recorded ones and PyTorch does not have, defined for it, so that any engine can run them.
+"""Ops that stand in the place of recorded ones and PyTorch does not have, defined for it, so that any engine can run them.
 Imports torch and `ir_nodes.ops` only."""
 
 from __future__ import annotations
+
+from typing import Any, Callable
 
 import torch
 from torch import Tensor
 
 from ir_nodes import ops
 
-_LIBRARY = torch.library.Library(ops.OWN, "FRAGMENT")
+_LIBRARY = torch.library.Library(ops.OWN, "DEF")
+
+
+def define(name: str, signature: str, function: Callable[..., Any]) -> str:
+    """An op of our own that takes and gives what ``signature`` says, "(Tensor x) -> Tensor", as ``function`` computes it. Returns
+    its name with its namespace."""
+    _LIBRARY.define(name + signature)
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    return f"{ops.OWN}::{name}"
 
 
 def _dropped(input: Tensor, mask: Tensor, p: float) -> Tensor:
@@ -18,11 +28,5 @@ def _dropped(input: Tensor, mask: Tensor, p: float) -> Tensor:
     return (input.to(held) * mask * scale).to(input.dtype)
 
 
-def _define(name: str, signature: str, function: object) -> str:
-    _LIBRARY.define(name + signature)
-    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    return f"{ops.OWN}::{name}"
-
-
-DROPPED = _define("native_dropout_dropped", "(Tensor input, Tensor mask, float p) -> Tensor", _dropped)
+DROPPED = define("native_dropout_dropped", "(Tensor input, Tensor mask, float p) -> Tensor", _dropped)
 """What `native_dropout` in training has given, bit for bit, computed again from its mask."""

@@ -75,12 +75,14 @@ def hold_less(graph: Graph, partition: Partition, remarks: Remarks | None = None
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What could be made again: by the node ``maker`` and ``along`` with it, for the nodes ``late``, in the kernel ``number``."""
+    """What could be made again: by the node ``maker`` and ``along`` with it, for the nodes ``late``, in the kernel ``number``.
+    ``grows``: with the square of a sequence."""
 
     maker: Node
     along: tuple[Node, ...]
     late: tuple[Node, ...]
     number: int
+    grows: bool
 
 
 class _Holder:
@@ -96,9 +98,9 @@ class _Holder:
         self.made_anyway: dict[int, dict[Value, Value]] = {}  # by late kernel, what stands for what it makes once more
         self.makers: dict[Value, list[int]] = {}  # the kernels that do, for each value
         for number, kernel in enumerate(kernels):
-            if kernel.fused and any(node.again for node in kernel.nodes):
-                self.made_anyway[number] = twice(kernel)
-                for value in self.made_anyway[number]:
+            if kernel.fused and (made := twice(kernel)):
+                self.made_anyway[number] = made
+                for value in made:
                     self.makers.setdefault(value, []).append(number)
 
     def run(self) -> list[tuple[Copied, Node]]:
@@ -109,9 +111,8 @@ class _Holder:
         earned = {number: won(self.kernels[number], self.unseen) for number in {one.number for one in found}}
         made = []
         for one in found:
-            value = result_of(one.maker)
-            size = self._size(value)
-            free = squares(value, one.late) and size <= earned[one.number]
+            size = self._size(result_of(one.maker))
+            free = one.grows and size <= earned[one.number]
             if (free or size / CUDA.memory <= left) and (copied := self._copy(one)) is not None:
                 made.append(copied)
                 earned[one.number] -= size if free else 0
@@ -135,10 +136,10 @@ class _Holder:
         late = sorted((user for user in value.users if self.place[user] > self.here), key=self.place.__getitem__)
         if not late or any(self.place[user] == self.here for user in value.users):
             return None
-        for number, along, leaves in self._ways(maker, squares(value, late)):
-            large = [leaf for leaf in leaves if SMALL * leaf.buffer.nbytes > value.buffer.nbytes]
-            if all(self._lasts(leaf) for leaf in leaves) and self._may_join(number, large, late):
-                return Found(maker, tuple(along), tuple(late), number)
+        grows = squares(value, late)
+        for number, along, leaves in self._ways(maker, grows):
+            if all(self._lasts(leaf) for leaf in leaves) and self._may_join(number, large(leaves, value), late):
+                return Found(maker, tuple(along), tuple(late), number, grows)
         return None
 
     def _ways(self, maker: Node, grows: bool) -> Iterator[tuple[int, list[Node], list[Value]]]:
@@ -149,9 +150,8 @@ class _Holder:
             if (behind := self._behind(maker, self.made_anyway[number])) is not None:
                 yield number, *behind
         behind = self._behind(maker, {})
-        large = [leaf for leaf in behind[1] if SMALL * leaf.buffer.nbytes > result_of(maker).buffer.nbytes] if behind else []
-        if behind is not None and large:
-            first = max(large, key=lambda leaf: leaf.buffer.nbytes)
+        if behind is not None and (found := large(behind[1], result_of(maker))):
+            first = max(found, key=lambda leaf: leaf.buffer.nbytes)
             for number in dict.fromkeys(self.home.get(user, -1) for user in first.users if self.place[user] > self.here):
                 yield number, *behind
 
@@ -193,15 +193,15 @@ class _Holder:
         there = value.buffer.live or any(self.place[user] > self.here for user in value.users)
         return there and all(node is None or self.place[node] > self.here for node in newer)
 
-    def _may_join(self, number: int, large: Sequence[Value], late: Sequence[Node]) -> bool:
-        """Does the kernel ``number`` read all of ``large``, near the first of ``late`` and none of them a part of it?"""
+    def _may_join(self, number: int, leaves: Sequence[Value], late: Sequence[Node]) -> bool:
+        """Does the kernel ``number`` read all of ``leaves``, near the first of ``late`` and none of them a part of it?"""
         if number < 0 or not self.kernels[number].fused:
             return False
         nodes = self.kernels[number].nodes
         places = [self.place[node] for node in nodes]
         reads = {read.value for node in nodes for read in node.reads}
         near = max(places) - self.place[late[0]] <= NEAR and min(places) > self.here
-        return near and all(leaf in reads for leaf in large) and not any(user in nodes for user in late)
+        return near and all(leaf in reads for leaf in leaves) and not any(user in nodes for user in late)
 
     def _copy(self, found: Found) -> tuple[Copied, Node] | None:
         kernel, first = self.kernels[found.number].nodes, self.place[found.late[0]]
@@ -243,6 +243,11 @@ class _Holder:
                             *(node for node in window if node in waits), *self.graph.nodes[last + 1 :]]
         self.place = {node: position for position, node in enumerate(self.graph.nodes)}
         return True
+
+
+def large(leaves: Sequence[Value], value: Value) -> list[Value]:
+    """Those of ``leaves`` that are not small beside ``value``."""
+    return [leaf for leaf in leaves if SMALL * leaf.buffer.nbytes > value.buffer.nbytes]
 
 
 def seconds(graph: Graph, kernels: Kernels) -> float:
