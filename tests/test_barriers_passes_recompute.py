@@ -128,6 +128,27 @@ def test_every_norm_along_a_residual_stream_is_computed_again() -> None:
     assert after.moved < 0.84 * before.moved and after.peak < 0.7 * before.peak
 
 
+def test_norms_times_one_more_than_a_weight_are_computed_again_but_not_their_weights() -> None:
+    """Gemma's. The gradient of each weight is a sum of columns, as large as the weight, which shares no walk with "1 + weight":
+    a copy of that would have all others for the same kernel taken back."""
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = x.float()
+        return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6) * (1.0 + weight)).type_as(x)
+
+    def stream(x: torch.Tensor, w: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        for first, second in zip(weights[::2], weights[1::2]):
+            x = x + norm(norm(x, first).bfloat16() @ w.bfloat16(), second)
+        return x.square().mean()
+
+    recording, _ = recorded(trained(stream), *made((2048, 256), (256, 256), *[(256,)] * 4))
+    before = facts(recording.graph)
+    after = facts(recompute_cheap(recording.graph, partition))
+    assert after.kernels == before.kernels and after.moved < 0.9 * before.moved and after.peak < 0.7 * before.peak
+    assert_equals_eager(recording.graph, recording)
+    again = [node for node in recording.graph.nodes if node.again]
+    assert {node.writes[0].layout.numel for node in again} == {2048, 2048 * 256}
+
+
 def test_the_norm_of_an_embedding_is_computed_again_in_the_kernel_that_scatters_its_gradient() -> None:
     """The gradient goes to a table of more rows, in several kernels; what is computed again is as large as what was picked."""
     tokens = torch.arange(64) * 5 % 256

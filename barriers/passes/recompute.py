@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Sequence
 
 from barriers.min_cut import NEVER, min_cut
-from barriers.passes.cheap import ROWS, is_cheap, sees_all
+from barriers.passes.cheap import ROWS, is_cheap, reduces_rows, sees_all
 from barriers.passes.dead import eliminate_dead
 from ir_nodes import BufferKind, Graph, Node, Value
 from ir_nodes.kernels import Kernels, Partition, homes, traffic
@@ -247,10 +247,12 @@ class Space:
     @staticmethod
     def of(nodes: Sequence[Node]) -> Space:
         rows = [node for node in nodes if info(node.target).kind in (*ROWS, "loss")]
+        # Sums of columns, for the gradients of weights, are as large as these: what a copy of makes of weights shares no walk.
+        along = [node for node in rows if info(node.target).kind == "loss" or reduces_rows(node)] or rows
         # A table that rows are picked from or added to is not walked.
         walked = [node for node in nodes if info(node.target).kind not in ("gather", "scatter")] or nodes
         sizes = [part.layout.numel for node in walked for part in (*node.reads, *node.writes)]
-        return Space(max(sizes), frozenset(write.layout.numel for node in rows for write in node.writes), bool(rows))
+        return Space(max(sizes), frozenset(write.layout.numel for node in along for write in node.writes), bool(rows))
 
     def holds(self, node: Node) -> bool:
         """May a copy of ``node`` share the kernel?"""
