@@ -85,6 +85,7 @@ def lower_all(graph: Graph, tuning: Tuning = HOPPER, lists: bool = True, lowered
     recipes: inline.Recipes = {}
     hots: Hots = {}
     makers: dict[Value, MemAccess] = {}
+    copies: dict[Value, MemAccess] = {}  # made by nodes that are there for those who follow them
     norms = Norms(graph, recipes)
     ordered, inlined = settings.enabled("loop_order"), settings.enabled("recompute")
     for node in graph.nodes:
@@ -98,10 +99,13 @@ def lower_all(graph: Graph, tuning: Tuning = HOPPER, lists: bool = True, lowered
             units.append(Unit(len(units), node, None, str(refusal), tuple(node.inputs()), made))
             known.remember(node, [])
             continue
+        serves = is_there_for_others(node)
         if ordered:
-            parts = [follow(part, makers) for part in parts]
+            parts = [follow(part, copies if serves else makers) for part in parts]
         for part in parts:
             makers.update(stores(part))
+            if serves:
+                copies.update(stores(part))
         if inlined:
             parts = [known_sums(inline.inline(part, recipes), hots) for part in parts]
         known.remember(node, parts)
@@ -125,6 +129,11 @@ def needed_units(units: Sequence[Unit], outputs: Iterable[Value]) -> list[Unit]:
             needed.update(dict.fromkeys(unit.needs))
             kept.append(unit)
     return kept[::-1]
+
+
+def is_there_for_others(node: Node) -> bool:
+    """Is it made again for those who follow it? It shares a kernel with them, and walks as they do, not with what it reads."""
+    return node.again and node.joins is None
 
 
 def memory_of(part: Part, partial: dict[Value, Value]) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
@@ -251,7 +260,7 @@ class Fuser:
         loads = [access for mode, access in unit.part.accesses() if mode == "r"]
         makers = dict.fromkeys(maker for access in loads for maker in self._makers.get(access.value, ()))
         vertical = sorted(makers, key=lambda maker: (-self._group[maker].root().level, maker.position))
-        if unit.node.again and unit.node.joins is None:  # it is there for those who follow it
+        if is_there_for_others(unit.node):
             return [maker for maker in vertical if maker.node.again][:MAX_CANDIDATES]
         beside = [other for value in unit.makes for other in self._makers.get(value, ())][-1:] if self._horizontal else []
         return list(dict.fromkeys([*vertical, *beside]))[:MAX_CANDIDATES]

@@ -149,6 +149,26 @@ def test_norms_times_one_more_than_a_weight_are_computed_again_but_not_their_wei
     assert {node.writes[0].layout.numel for node in again} == {2048, 2048 * 256}
 
 
+def test_norms_of_queries_are_computed_again_in_the_order_of_the_kernel_that_needs_them() -> None:
+    """Queries are normed token by token and used head by head: a copy reads what lies in the other order."""
+    tokens, heads, width = 256, 4, 64
+    angles = torch.randn(2, 1, 1, tokens, width, generator=torch.Generator().manual_seed(0))
+
+    def attended(x: torch.Tensor, w: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = (x.bfloat16() @ w.bfloat16()).view(2, tokens, heads, width).float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
+        q = (weight * y.bfloat16()).transpose(1, 2)
+        q = q * angles[0] + torch.cat((-q[..., width // 2 :], q[..., : width // 2]), -1) * angles[1]
+        return (q.bfloat16() @ q.bfloat16().mT).float().square().mean()
+
+    recording, _ = recorded(trained(attended), *made((2, tokens, heads * width), (heads * width, heads * width), (width,)))
+    before = facts(recording.graph)
+    after = facts(recompute_cheap(recording.graph, partition))
+    assert after.kernels == before.kernels and after.moved < before.moved
+    assert_equals_eager(recording.graph, recording)
+    assert {"pow", "mean", "rsqrt", "mul"} <= {node.name for node in recording.graph.nodes if node.again}
+
+
 def test_the_norm_of_an_embedding_is_computed_again_in_the_kernel_that_scatters_its_gradient() -> None:
     """The gradient goes to a table of more rows, in several kernels; what is computed again is as large as what was picked."""
     tokens = torch.arange(64) * 5 % 256
