@@ -63,3 +63,21 @@ def test_a_copy_of_memory_that_nothing_wrote_stays_so_that_the_buffer_is_made() 
         torch.ops.aten.copy_(x, x.detach())
     graph = eliminate_noops(recorder.finish([x]).graph)
     assert len(graph.nodes) == 1
+
+
+def test_writes_without_an_element_go() -> None:
+    """As those to the half of a head that a rotary embedding leaves alone, where it leaves none."""
+    x = torch.arange(12.0).reshape(3, 4)
+    with Recorder() as recorder:
+        y = x * 2
+        torch.ops.aten.copy_(y[:, 4:], x[:, 4:])
+        torch.ops.aten.mul_(y[3:], 3)
+        torch.ops.aten.copy_(y[:, 3:], x[:, 3:])
+    check(recorder.finish([x, y]), ["mul", "copy_"])
+
+
+def test_a_write_without_an_element_is_what_makes_a_buffer() -> None:
+    with Recorder() as recorder:
+        x = torch.empty(4)
+        torch.ops.aten.zero_(x[4:])
+    assert len(eliminate_noops(recorder.finish([x]).graph).nodes) == 1

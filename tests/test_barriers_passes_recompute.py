@@ -18,6 +18,7 @@ from codegen.partition import partition
 from ir_nodes import Graph
 from ir_nodes.estimate import CUDA
 from ir_nodes.kernels import Kernel
+from ir_nodes.remarks import Remarks
 from tests import programs
 from tests.optimised import SameNumbers, assert_equals_eager
 from tests.recording import Recorder, Recording
@@ -252,6 +253,29 @@ def test_copies_that_would_not_join_their_kernel_are_taken_back() -> None:
     recording, _ = recorded(trained(lambda x, a, b: (new_gelu(x @ a) @ b).sum()), *made((32, 48), (48, 64), (64, 48)))
     graph = recompute_cheap(recording.graph, apart)
     assert not any(node.again for node in graph.nodes)
+    assert_equals_eager(graph, recording)
+
+
+def test_copies_that_join_stay_where_others_that_do_not_move_more() -> None:
+    def clumsy(graph: Graph) -> list[Kernel]:
+        """Copies of a sigmoid's parts are kernels of their own."""
+        alone = [node for node in graph.nodes if node.again and node.name in ("exp", "reciprocal")]
+        rest = [kernel._replace(nodes=tuple(node for node in kernel.nodes if node not in alone)) for kernel in partition(graph)]
+        return [*(kernel for kernel in rest if kernel.nodes),
+                *(Kernel((node,), True, tuple(write.value for write in node.writes)) for node in alone)]
+
+    def both(*tensors: torch.Tensor) -> torch.Tensor:
+        x, a, b, y, c, d = tensors
+        gate = y @ c
+        return (new_gelu(x @ a) @ b).sum() + ((gate * (1.0 / (1.0 + torch.exp(gate * -1.7)))) @ d).sum()
+
+    shapes = ((32, 48), (48, 64), (64, 48), (512, 48), (48, 96), (96, 48))
+    recording, _ = recorded(trained(both), *made(*shapes))
+    remarks = Remarks()
+    graph = recompute_cheap(recording.graph, clumsy, remarks)
+    again = {node.name for node in graph.nodes if node.again}
+    assert "tanh" in again and "exp" not in again
+    assert {remark.why for remark, _ in remarks.all() if not remark.done} == {recompute.JOINS_NOTHING}
     assert_equals_eager(graph, recording)
 
 

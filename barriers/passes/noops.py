@@ -1,17 +1,39 @@
-"""Drops copies that change nothing. Imports `ir_nodes` only."""
+"""Drops writes that change nothing. Imports `ir_nodes` only."""
 
 from __future__ import annotations
 
 from ir_nodes import Graph, Node, Operand, Value, Write
 from ir_nodes.node import Arg, BufferKind
+from ir_nodes.ops import info
 
 
 def eliminate_noops(graph: Graph) -> Graph:
-    """Drop each ``copy_`` of a window of a buffer onto itself; who used the new value uses the old one. Returns ``graph``."""
-    for node in [node for node in graph.nodes if _copies_onto_itself(node)]:
-        _replace(node.writes[0].value, node.reads[0].value, graph)
-        graph.remove([node])
+    """Drop each ``copy_`` of a window of a buffer onto itself, and each write of no elements over a value; who used the new value
+    uses the old one. Returns ``graph``."""
+    gone = []
+    for node in graph.nodes:
+        if _copies_onto_itself(node):
+            _replace(node.writes[0].value, node.reads[0].value, graph)
+        elif _writes_nothing(node):
+            for write in node.writes:
+                assert write.base is not None
+                _replace(write.value, write.base, graph)
+        else:
+            continue
+        gone.append(node)
+    graph.remove(gone)
     return graph
+
+
+def _writes_nothing(node: Node) -> bool:
+    """Does it only change windows without an element? Halves of a rotary embedding for all of a head are such ones."""
+    return bool(node.writes) and not node.effects and not info(node.target).hidden_writes and all(
+        write.base is not None and not write.layout.numel and not _is_memory(write.base) for write in node.writes)
+
+
+def _is_memory(value: Value) -> bool:
+    """Is it what was there before anything wrote to new memory?"""
+    return value.producer is None and value.buffer.kind is BufferKind.FRESH
 
 
 def _copies_onto_itself(node: Node) -> bool:
@@ -20,7 +42,7 @@ def _copies_onto_itself(node: Node) -> bool:
     read, write = node.reads[0], node.writes[0]
     if read.value.buffer is not write.value.buffer or read.layout != write.layout:
         return False
-    return read.value.producer is not None or read.value.buffer.kind is not BufferKind.FRESH  # else nothing would make the buffer
+    return not _is_memory(read.value)  # else nothing would make the buffer
 
 
 def _replace(new: Value, old: Value, graph: Graph) -> None:

@@ -42,14 +42,22 @@ def recompute_cheap(graph: Graph, partition: Partition, remarks: Remarks | None 
     copied = _Recomputer(graph, before, remarks).run()
     if copied:
         after = partition(graph)
-        home, grows = homes(after), traffic(graph, after) >= moved
+        home = homes(after)
+        told = {one: JOINS_NOTHING for one in copied
+                if len({home[node] for node in (*one.nodes, *one.users) if node in home}) > 1}
+        grows = traffic(graph, after) >= moved
+        for one in told:
+            one.take_back()
+        if grows and told:  # perhaps for the sake of these
+            eliminate_dead(graph)
+            grows = traffic(graph, partition(graph)) >= moved
         for one in copied:
-            apart = len({home[node] for node in (*one.nodes, *one.users) if node in home}) > 1
-            if grows or apart:
+            if grows and one not in told:
                 one.take_back()
+                told[one] = MOVES_MORE
             for node in one.nodes:
-                if grows or apart:
-                    remarks.refused("recompute", node.name, MOVES_MORE if grows else JOINS_NOTHING)
+                if one in told:
+                    remarks.refused("recompute", node.name, told[one])
                 else:
                     remarks.did("recompute", node.name, "it is computed again instead of being written and read")
         eliminate_dead(graph)
