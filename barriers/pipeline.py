@@ -22,7 +22,7 @@ from barriers.passes.hold_less import hold_less
 from barriers.passes.inbox import use_inbox
 from barriers.passes.join_gradients import join_gradients
 from barriers.passes.join_products import join_products
-from barriers.passes.memory_budget import Unstored, fit_budget
+from barriers.passes.memory_budget import fit_budget
 from barriers.passes.noops import eliminate_noops
 from barriers.passes.own_part import read_own_part
 from barriers.passes.peak_order import lower_peak
@@ -44,13 +44,12 @@ PASSES: tuple[Pass, ...] = (
 """On the order in which the program recorded."""
 
 
-def ordered_passes(partition: Partition | None = None, remarks: Remarks | None = None,
-                   unstored: Unstored | None = None, replays: bool = False, gpu: bool = False,
-                   reorders: bool = False) -> list[Pass]:
+def ordered_passes(partition: Partition | None = None, remarks: Remarks | None = None, replays: bool = False,
+                   gpu: bool = False, reorders: bool = False) -> list[Pass]:
     """The passes over an ordered graph that the settings allow, in the order in which nodes will run. ``partition``: tells what
-    would share a kernel; None: nothing. ``remarks`` are told what each does. ``unstored``: tells which buffers need no memory.
-    ``replays``: steps run as CUDA graphs, so that what only Python can call costs nothing once it is captured. ``gpu``: cuDNN
-    runs convolutions. ``reorders``: sums may be added up, and rounded, otherwise than on another rank or in another run."""
+    would share a kernel; None: nothing. ``remarks`` are told what each does. ``replays``: steps run as CUDA graphs, so that what
+    only Python can call costs nothing once it is captured. ``gpu``: cuDNN runs convolutions. ``reorders``: sums may be added up,
+    and rounded, otherwise than on another rank or in another run."""
     now = settings.current()
     other_bits = now.autotune and not now.templates and replays and reorders and partition is not None
 
@@ -107,7 +106,7 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
         return hold_less(graph, partition, remarks) if partition is not None else graph
 
     def memory_budget(graph: Graph) -> Graph:
-        return fit_budget(graph, now.memory_budget, partition, unstored, remarks)
+        return fit_budget(graph, now.memory_budget, partition, remarks)
 
     passes: tuple[tuple[str, Pass], ...] = (
         ("fold", fold), ("fold", eliminate_dead), ("cse", cse), ("", attention_rows), ("epilogues", epilogues),

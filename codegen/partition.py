@@ -6,7 +6,7 @@ from __future__ import annotations
 from codegen.fuse import fused, units_of, users_of
 from codegen.lowered import Lowered
 from codegen.tuning import HOPPER, Tuning
-from ir_nodes import Graph, kernels
+from ir_nodes import Graph
 from ir_nodes.kernels import Kernel
 
 
@@ -24,8 +24,3 @@ def partition(graph: Graph, tuning: Tuning = HOPPER, lowered: Lowered | None = N
         value for unit in group.units for value in unit.makes
         if value in lasting or not group.fusible or any(home[user] is not group for user in readers.get(value, ()))
     )) for group in groups]
-
-
-def unstored(graph: Graph, tuning: Tuning = HOPPER, lowered: Lowered | None = None) -> set[int]:
-    """Buffers whose values would never leave a kernel, or would be computed again by everyone who reads them."""
-    return kernels.unstored(graph, partition(graph, tuning, lowered))

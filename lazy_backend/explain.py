@@ -21,7 +21,7 @@ from codegen.explanation import Explanation, StepFacts
 from codegen.explanation import explain as explain_plan
 from codegen.fuse import plan
 from codegen.lowered import Lowered
-from codegen.partition import partition, unstored
+from codegen.partition import partition
 from ir_nodes import BufferKind, Graph, settings
 from ir_nodes.node import Frame
 from ir_nodes.remarks import Remarks
@@ -85,8 +85,8 @@ def optimised(tensors: torch.Tensor | Iterable[torch.Tensor]) -> Graph:
 def recorded_for(tensors: torch.Tensor | Iterable[torch.Tensor]) -> Told:
     """`optimised`, and what the passes told."""
     remarks = Remarks()
-    shared, gone = (partial(one, lowered=Lowered()) for one in (partition, unstored))
-    graph = run_passes(debug.graph(tensors), ordered_passes(shared, remarks, gone, *flush.facts()))[0]
+    shared = partial(partition, lowered=Lowered())
+    graph = run_passes(debug.graph(tensors), ordered_passes(shared, remarks, *flush.facts()))[0]
     for buffer, values in zip(graph.buffers, graph.values):
         buffer.live = buffer.live or buffer.kind is BufferKind.INPUT and len(values) == 1  # others than ``tensors`` hold it
     return graph, remarks

@@ -19,7 +19,7 @@ from codegen.engine import Context, EngineError
 from codegen.executable import Emit, Program, assemble
 from codegen.last_bits import may_reorder
 from codegen.lowered import Lowered
-from codegen.partition import partition, unstored
+from codegen.partition import partition
 from ir_nodes import Graph, printer, settings
 from ir_nodes.remarks import Remarks
 from lazy_backend import core, holding, orders, varying
@@ -70,8 +70,8 @@ def compiled(native: ModuleType, recording: Recording, device: int, optional: bo
         for check in before_first_run:
             check(graph)
     if optional and not orders.debugging():  # which runs the program's order too
-        shared, gone = (partial(one, lowered=lowered) if engine_name() == "triton" else None for one in (partition, unstored))
-        graph, _ = run_passes(graph, ordered_passes(shared, remarks, gone, *facts()), check=now.verify)
+        shared = partial(partition, lowered=lowered) if engine_name() == "triton" else None
+        graph, _ = run_passes(graph, ordered_passes(shared, remarks, *facts()), check=now.verify)
     if "graph" in now.debug:
         print(printer.text(graph), file=sys.stderr)
     for watch in watchers:

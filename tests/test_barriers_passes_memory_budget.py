@@ -17,7 +17,7 @@ from barriers.model import memory
 from barriers.passes.memory_budget import fit_budget
 from codegen.explanation import explain
 from codegen.fuse import plan
-from codegen.partition import partition, unstored
+from codegen.partition import partition
 from ir_nodes import Graph
 from ir_nodes.estimate import CUDA
 from ir_nodes.remarks import Remarks
@@ -144,7 +144,7 @@ def test_the_kernels_memory_fits_too(budget: float) -> None:
     recording = recorded(program, *tower(6))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        graph = fit_budget(recording.graph, int(budget * most), partition, unstored, remarks := Remarks())
+        graph = fit_budget(recording.graph, int(budget * most), partition, remarks := Remarks())
     assert sum(count for _, count in remarks.all()) > 3 and "MEMORY_BUDGET allows no more" in str(remarks.all()[0][0])
     assert_equals_eager(graph, recording)
     assert planned(graph) <= 1.02 * budget * most

@@ -9,40 +9,37 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
-from typing import Callable, Iterable, NamedTuple
+from typing import Iterable, NamedTuple
 
 from barriers.model import last_uses, memory
 from barriers.passes.dead import eliminate_dead
 from barriers.refusals import at, describe
 from ir_nodes import BufferKind, Graph, Node, Value
 from ir_nodes.estimate import CPU, CUDA, cost
-from ir_nodes.kernels import Kernels, Partition
+from ir_nodes.kernels import Kernels, Partition, unstored
 from ir_nodes.ops import info, split
 from ir_nodes.remarks import Remarks
 from ir_nodes.rewrite import clone, redirect
 
 _REPEATABLE = frozenset(("pointwise", "fill", "copy", "gather", "softmax", "normalization", "reduction", "scan", "loss", "pool",
                          "matmul", "convolution", "attention"))  # fmt: skip
-Unstored = Callable[[Graph], set[int]]
-"""Gives the buffers of a graph that take no memory, since their values stay in kernels."""
-
 WIDEST = 40
 """Nodes that are copied together."""
 IDLE = 3
 """Rounds that may pass without a smaller peak."""
 
 
-def fit_budget(graph: Graph, budget: int, partition: Partition | None = None, unstored: Unstored | None = None,
-               remarks: Remarks | None = None) -> Graph:
+def fit_budget(graph: Graph, budget: int, partition: Partition | None = None, remarks: Remarks | None = None) -> Graph:
     """Give late users of values copies of the ops that made them, until ``graph`` holds at most ``budget`` bytes at any time.
 
     Numbers stay, for the same ops run on the same values; ops that draw, talk to other ranks or overwrite run once. A copy that
     would join a kernel of before the peak is taken back (``partition``: the kernels). Where the budget is too small, a warning
     says what the peak is and who holds it. Returns ``graph``.
     """
-    if partition is not None and unstored is not None:
-        spread(graph, partition(graph), unstored(graph))
-    fitter = _Fitter(graph, partition, unstored)
+    if partition is not None:
+        kernels = partition(graph)
+        spread(graph, kernels, unstored(graph, kernels))
+    fitter = _Fitter(graph, partition)
     best, idle = fitter.peak()[1], 0
     while best > budget and idle < IDLE:
         if not fitter.round(budget):
@@ -87,8 +84,8 @@ class Found(NamedTuple):
 
 
 class _Fitter:
-    def __init__(self, graph: Graph, partition: Partition | None, unstored: Unstored | None) -> None:
-        self.graph, self.partition, self.unstored = graph, partition, unstored
+    def __init__(self, graph: Graph, partition: Partition | None) -> None:
+        self.graph, self.partition = graph, partition
         self.rates = CUDA if partition is not None else CPU
         self.copies: dict[Node, Node] = {}  # of each node that has one
         self.behind: dict[Node, Node] = {}  # for each copy the node at whose peak it was made
@@ -135,7 +132,7 @@ class _Fitter:
         self.place: dict[Node, float] = {node: position for position, node in enumerate(self.graph.nodes)}
         self.last: dict[int, float] = dict(last_uses(self.graph.nodes))
         if anew:
-            self.unseen = self.unstored(self.graph) if self.unstored is not None else set()
+            self.unseen = unstored(self.graph, self.partition(self.graph)) if self.partition is not None else set()
 
     def _size(self, value: Value) -> int:
         return 0 if value.buffer.index in self.unseen else value.buffer.nbytes
