@@ -122,8 +122,8 @@ def lower_index(node: Node) -> list[Part]:
 
 
 def lower_index_put(node: Node) -> list[Part]:
-    """index_put_ and its like, with tensors of integers: stores, or float32 sums in an order that differs from run to run; with
-    a mask: see `lower_masked_put`."""
+    """index_put_ and its like, with tensors of integers: stores, or float32 sums in an order that differs from run to run, unless
+    each place gets one number; with a mask: see `lower_masked_put`."""
     args, write = arguments(node), node.writes[0]
     if [index.layout.dtype for index in args["indices"] if index is not None] == [torch.bool]:
         return lower_masked_put(node, args)
@@ -135,9 +135,13 @@ def lower_index_put(node: Node) -> list[Part]:
     lowering = Lowering(node, _put_shape(args["indices"], given, others))
     rest, places = _indexed(lowering, write.layout, args["indices"])
     value = lowering.cast(lowering.load(values), write.layout.dtype)
-    if args["accumulate"]:
+    adds = args["accumulate"]
+    if adds and write.layout.dtype is not torch.bool and all(math.prod(size) == 1 for size in given):  # no place comes twice
+        old = lowering.take(source, rest, places)
+        value, adds = lowering.cast(lowering.expr("{0} + {1}", old, value, dtype=old.dtype), write.layout.dtype), False
+    elif adds:
         check_order(write.layout.dtype)
-    lowering.put(write.value, rest, places, value, "add" if args["accumulate"] else "set")
+    lowering.put(write.value, rest, places, value, "add" if adds else "set")
     lowering.part.after = (write.base,)
     return [lowering.part]
 

@@ -137,6 +137,21 @@ def test_index_put() -> None:
         check(program, data(3, 7, 7), torch.tensor([1, 4, 1, -1]), data(3, 4, seed=1), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64], ids=str)
+def test_sums_at_one_place_of_each_row_need_no_atomics(dtype: torch.dtype) -> None:
+    """The gradient of ``heads[:, :, [-1]]``. ATen's bfloat16 has one addition, too."""
+    def gradient(v: torch.Tensor, w: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        zeros = torch.zeros(2, 5, 6, 16, dtype=v.dtype)
+        last = aten._index_put_impl_(zeros, [None, None, i], v * 2, True, False)
+        return last + aten._index_put_impl_(w * 3, [None, None, i - 1], v + 1, True, False)
+
+    inputs = (data(2, 5, 1, 16) * 8).to(dtype), (data(2, 5, 6, 16, seed=1) * 8).to(dtype), torch.tensor([-1])
+    check(gradient, *inputs, extern=0)
+    with pytest.raises(AssertionError, match="atomic sums"):
+        check(lambda v, w, i: aten._index_put_impl_(w * 3, [None, None, i], v, True, False), data(2, 5, 2, 16).bfloat16(),
+              inputs[1].bfloat16(), torch.tensor([1, 1]), extern=0)
+
+
 MASKED: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
     "a vector": ((4, 6, 8), (4, 6), (8,)), "a row": ((4, 6, 8), (4, 6), (1, 8)), "a number": ((4, 6, 8), (4, 6), (1,)),
     "all dimensions": ((4, 6), (4, 6), (1,)), "behind": ((3, 4, 6), (4, 6), (3, 1)), "between": ((3, 4, 5, 2), (4, 5), (1, 2)),
