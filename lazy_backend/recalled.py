@@ -13,12 +13,16 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ir_nodes import Buffer, BufferKind, Frame, Graph
+from ir_nodes import BufferKind, Frame, Graph
 from lazy_backend import core
 from lazy_backend.entered import segments
 from lazy_backend.returned import Constant, Found, Leaf, Refused, Returned, home, same_leaf
 from lazy_backend.schema import ArgKind
 from lazy_backend.trace import Recording, to_graph
+
+LITTLE = 256
+"""Bytes of what a function may make of Python's numbers in each call, and copy from the CPU, as ``x[:, [0, 2]]`` does. Where two
+calls in turn copy the same, later ones are taken to do so, as they are to take the same numbers."""
 
 
 class Recorded:
@@ -38,6 +42,7 @@ class Recorded:
         self.places = {home(tensor): place for place, tensor in reversed(list(enumerate(tensors)))}
         self.trains = any(backward >= 0 for *_, backward, _ in self.trace.instrs())
         self.check_ops()
+        self.constants = self.copied()
         self.check_inputs()
         self.leaves = [self.leaf(one, tensors, kept) for one in leaves]
 
@@ -56,11 +61,27 @@ class Recorded:
 
     def check_inputs(self) -> None:
         for buffer, address in zip(self.graph.buffers, self.homes):
-            if buffer.kind is BufferKind.INPUT and not buffer.live and not is_empty(buffer):
+            if buffer.kind is BufferKind.INPUT and not buffer.live and buffer.index not in self.constants:
                 raise Refused(f"what it reads is gone when it ends{self.reader(buffer.index)}: it copies from the CPU, or "
                               "replaces what it keeps; give the tensor as an argument, or write into it with copy_()")
             if buffer.kind is BufferKind.FRESH and address in self.places:
                 raise Refused("an argument holds nothing yet")
+
+    def copied(self) -> dict[int, bytes]:
+        """What little is read, but not written, of memory that is gone by now, with its contents: a copy from the CPU, unless the
+        function keeps something and replaces it, which `check_same` finds out. Without a byte any other will do, such as what a
+        cache began with."""
+        written = {write.value.buffer.index for node in self.graph.nodes for write in node.all_writes()}
+        found = {}
+        for buffer in self.graph.buffers:
+            gone = buffer.kind is BufferKind.INPUT and not buffer.live and self.homes[buffer.index] not in self.places
+            if gone and not buffer.nbytes:
+                found[buffer.index] = b""
+            elif gone and buffer.nbytes <= LITTLE and buffer.index not in written:
+                data = self.trace.bytes(buffer.index)
+                if data is not None:
+                    found[buffer.index] = bytes(data.cpu().tolist())
+        return found
 
     def reader(self, buffer: int) -> str:
         """Where a buffer is first used."""
@@ -92,13 +113,9 @@ class Recorded:
         return Returned(number if made else -1, nbytes, place, one.dtype, tuple(one.shape), one.stride(), one.storage_offset())
 
     def found(self) -> list[int]:
-        """Buffers that were there before and are no arguments, but for `empty`."""
-        return [buffer.index for buffer in self.graph.buffers
-                if buffer.kind is not BufferKind.FRESH and self.homes[buffer.index] not in self.places and not is_empty(buffer)]
-
-    def empty(self) -> list[int]:
-        """Buffers without a byte that nobody has any more, such as what a cache began with: any other will do."""
-        return [buffer.index for buffer in self.graph.buffers if is_empty(buffer)]
+        """Buffers that were there before and are no arguments, but for the `constants`."""
+        return [buffer.index for buffer in self.graph.buffers if buffer.kind is not BufferKind.FRESH
+                and self.homes[buffer.index] not in self.places and buffer.index not in self.constants]
 
     def structure(self) -> tuple[Any, ...]:
         ops = [(target, count, outs, n_outs, generator, segment)
@@ -115,6 +132,13 @@ class Recorded:
             if repr(old) != repr(new):
                 raise Refused(f"a number changes from call to call, {old} to {new}{self.taker(number)}: make it a tensor on "
                               "the device (optimizers: capturable=True or fused=True)")
+        known = set(before.homes)
+        for buffer, data in self.constants.items():
+            if data and self.homes[buffer] in known:
+                raise Refused(f"it replaces what it keeps{self.reader(buffer)}: write into the old tensor with copy_()")
+            if data != before.constants.get(buffer):
+                raise Refused(f"what it copies from the CPU changes from call to call{self.reader(buffer)}: give the tensor as "
+                              "an argument")
         for buffer in self.found():
             if self.homes[buffer] != before.homes[buffer]:
                 raise Refused(f"what it reads lies elsewhere in every call{self.reader(buffer)}: write into the old tensor "
@@ -138,27 +162,28 @@ class Recorded:
         given = tuple((place, self.homes.index(address)) for address, place in self.places.items() if address in self.homes)
         made = {leaf.buffer: leaf.nbytes for leaf in self.leaves if isinstance(leaf, Returned) and leaf.buffer >= 0}
         device = torch.device("lazysched", self.index)
-        empty = tuple((buffer, torch.empty(0, dtype=torch.uint8).to(device)) for buffer in self.empty())
-        for buffer in [*made, *(number for _, number in given), *(number for number, _ in empty)]:
+        constants = tuple((buffer, torch.tensor([*data], dtype=torch.uint8).to(device))
+                          for buffer, data in self.constants.items())
+        for buffer in [*made, *(number for _, number in given), *self.constants]:
             self.trace.forget(buffer)
         written = {write.value.buffer.index for node in self.graph.nodes for write in node.all_writes()}
         others = frozenset(self.homes[buffer] for buffer in self.found())
         changed = tuple(place for place, number in given if number in written)
         leaves = tuple(self.leaves)
-        return Stretch(self.trace, self.index, given, empty, made, changed, others, leaves, self.spec, self.ends, self.trains)
+        return Stretch(self.trace, self.index, given, constants, made, changed, others, leaves, self.spec, self.ends, self.trains)
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """What one call recorded. ``given``: (tensor argument, buffer); ``empty``: (buffer, what stands for it); ``made``: bytes of
-    what it returned, by buffer; ``changed``: arguments that it writes; ``others``: homes of memory that it found; ``ends``: a
+    """What one call recorded. ``given``: (tensor argument, buffer); ``constants``: (buffer, what stands for it); ``made``: bytes
+    of what it returned, by buffer; ``changed``: arguments that it writes; ``others``: homes of memory that it found; ``ends``: a
     step ends with it; ``trains``: autograd ran.
     """
 
     trace: Recording
     index: int
     given: tuple[tuple[int, int], ...]
-    empty: tuple[tuple[int, Tensor], ...]
+    constants: tuple[tuple[int, Tensor], ...]
     made: dict[int, int]
     changed: tuple[int, ...]
     others: frozenset[int]
@@ -178,7 +203,7 @@ class Stretch:
         found = [leaf.again() if isinstance(leaf, Found) else None for leaf in self.leaves]
         native, given = core.get(), [(number, tensors[place]) for place, number in self.given]
         try:
-            full = native.again(self.trace, self.index, [*given, *self.empty, *memory.items()])
+            full = native.again(self.trace, self.index, [*given, *self.constants, *memory.items()])
         except RuntimeError as error:
             raise Refused(str(error)) from None
         for place in self.changed:
@@ -194,10 +219,6 @@ class Stretch:
         if isinstance(leaf, int):
             return tensors[leaf]
         return leaf.on(memory[leaf.buffer] if leaf.buffer >= 0 else tensors[leaf.place])
-
-
-def is_empty(buffer: Buffer) -> bool:
-    return buffer.kind is BufferKind.INPUT and not buffer.nbytes and not buffer.live
 
 
 def at(frame: Frame | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -102,6 +103,28 @@ def test_a_cache_that_is_empty_at_first(how: str) -> None:
         torch.testing.assert_close(found, (3 * y).detach().cpu())
         torch.testing.assert_close(gradient, wanted.cpu())
     assert runs == 3, refusals()
+
+
+def test_little_that_is_made_of_numbers_in_each_call_counts_as_numbers() -> None:
+    """Python's lists as indices are copies from the CPU."""
+    runs, layer = 0, torch.nn.Linear(8, 8, device=DEVICE)
+
+    def step(x: Tensor, layer: torch.nn.Linear) -> tuple[Tensor, Tensor]:
+        nonlocal runs
+        runs += 1
+        layer.zero_grad()
+        y = layer(x)[:, [5, 0, -1]] * torch.tensor([1.0, 2.0, 0.5], device=x.device)
+        y = y + torch.tensor(3, dtype=torch.int32).to(x.device)
+        y.square().sum().backward()
+        assert layer.weight.grad is not None
+        return y.detach(), layer.weight.grad.clone()
+
+    replayed, other = lazy_backend.replayed(step), copy.deepcopy(layer).to("cpu")
+    for x in inputs(DEVICE, 9):
+        found = replayed(x, layer)
+        for one, wanted in zip(found, step(x.cpu(), other)):
+            torch.testing.assert_close(one.cpu(), wanted)
+    assert runs == 3 + 9, refusals()
 
 
 def test_what_only_a_circle_holds_is_nobodys() -> None:

@@ -24,12 +24,29 @@ def case_reads(x: Tensor, kept: Keeps) -> Tensor:
 
 
 def case_copies(x: Tensor, kept: Keeps) -> Tensor:
-    return x + torch.arange(8.0).to(DEVICE)
+    return x + torch.arange(800.0).to(DEVICE)[:8]
+
+
+def case_copies_what_changes(x: Tensor, kept: Keeps) -> Tensor:
+    kept.count += 1
+    return x + torch.tensor([float(kept.count)]).to(DEVICE)
+
+
+def case_writes_over_what_it_copies(x: Tensor, kept: Keeps) -> Tensor:
+    total = torch.ones(8).to(DEVICE)
+    total += x[0]
+    return x + total
 
 
 def case_replaces(x: Tensor, kept: Keeps) -> Tensor:
     kept.last = kept.last * 0.5 + x
     return kept.last.clone()
+
+
+def case_replaces_by_the_same(x: Tensor, kept: Keeps) -> Tensor:
+    """For now: two calls find the same numbers in it."""
+    kept.last = torch.where(x.sum() > 1e3, kept.last + x, kept.last)
+    return kept.last + x
 
 
 def case_returns_what_it_keeps(x: Tensor, kept: Keeps) -> Tensor:
@@ -61,7 +78,9 @@ def case_runs_at_once(x: Tensor, kept: Keeps) -> Tensor:
 
 
 CASES = {
-    "reads a value": case_reads, "copies from the CPU": case_copies, "replaces": case_replaces,
+    "reads a value": case_reads, "it copies from the CPU": case_copies, "replaces": case_replaces,
+    "copies from the CPU changes": case_copies_what_changes, "is gone": case_writes_over_what_it_copies,
+    "replaces what": case_replaces_by_the_same,
     "keeps, too": case_returns_what_it_keeps, "that it keeps": case_returns_a_view_of_what_it_keeps,
     "a number changes": case_counts, "from a tensor on the CPU": case_takes_a_host_number,
     "differs from call to call": case_returns_python, "runs at once": case_runs_at_once,

@@ -174,14 +174,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("set_data", &set_data).def("trace_for", &trace_for).def("count", &count, py::call_guard<py::gil_scoped_release>());
   m.def("stats", [] { return std::vector<int64_t>(stats.begin(), stats.end()); });
-  m.def("reset_peak", [] { stats[kPeak] = stats[kHeld].load(); });
+  m.def("reset_peak", [] { stats[kPeak] = stats[kHeld].load(); }).def("pin", [](const at::Tensor& t, int by) { pin(t.storage(), by); });
   m.def("lend", [](const at::Tensor& t, int how) { return recorder(t).lend(t, how); });
-  m.def("pin", [](const at::Tensor& t, int by) { pin(t.storage(), by); });
   m.def("default_generator", [](DeviceIndex i) { return at::globalContext().defaultGenerator(c10::Device(kLazy, i)); });
   m.def("enter_segment", &enter_segment).def("note_backward", &note_backward).def("backward_segment", &backward_segment);
   m.def("set_schedule_key", [](uint64_t key) { schedule_key = key; });
   m.def("again", [](Trace& t, DeviceIndex i, const Recorder::Given& given) { return recorder(i).again(t, given); });
   py::class_<Trace>(m, "Trace").def("forget", &Trace::forget)
+      .def("bytes", [](const Trace& t, size_t i) { auto& s = t.buffers[i]->physical; return s ? bytes_of(s) : at::Tensor(); })
       .def_readonly("held", &Trace::held).def_readonly("needed", &Trace::needed).def_readonly("refused", &Trace::refused)
       .def("instrs", &instrs).def("args", &args).def("operands", &operands).def("scalars", &scalars).def("buffers", &buffers);
   py::class_<Program, std::shared_ptr<Program>>(m, "Program").def(py::init<>())
