@@ -6,6 +6,7 @@ import torch
 
 from barriers.passes.noops import eliminate_noops
 from ir_nodes import reference
+from ir_nodes.ops import info
 from ir_nodes.verify import verify
 from tests.recording import Recorder, Recording
 
@@ -81,3 +82,12 @@ def test_a_write_without_an_element_is_what_makes_a_buffer() -> None:
         x = torch.empty(4)
         torch.ops.aten.zero_(x[4:])
     assert len(eliminate_noops(recorder.finish([x]).graph).nodes) == 1
+
+
+def test_a_collective_that_receives_nothing_stays_for_it_may_send() -> None:
+    x, y = torch.ones(4), torch.ones(4)
+    with Recorder() as recorder:
+        torch.ops.aten.copy_(y[4:], x[4:])
+    graph = recorder.finish([x, y]).graph
+    graph.nodes[0].target = "lazysched::all_to_all"
+    assert info(graph.nodes[0].target).kind == "collective" and len(eliminate_noops(graph).nodes) == 1

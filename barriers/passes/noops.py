@@ -6,6 +6,9 @@ from ir_nodes import Graph, Node, Operand, Value, Write
 from ir_nodes.node import Arg, BufferKind
 from ir_nodes.ops import info
 
+_PLAIN = ("pointwise", "fill", "copy")
+"""Kinds of op that do nothing but write."""
+
 
 def eliminate_noops(graph: Graph) -> Graph:
     """Drop each ``copy_`` of a window of a buffer onto itself, and each write of no elements over a value; who used the new value
@@ -26,8 +29,9 @@ def eliminate_noops(graph: Graph) -> Graph:
 
 
 def _writes_nothing(node: Node) -> bool:
-    """Does it only change windows without an element? Halves of a rotary embedding for all of a head are such ones."""
-    return bool(node.writes) and not node.effects and not info(node.target).hidden_writes and all(
+    """Does it only change windows without an element? Halves of a rotary embedding for all of a head are such ones. Not a
+    collective: a rank that receives nothing may send."""
+    return bool(node.writes) and not node.effects and info(node.target).kind in _PLAIN and all(
         write.base is not None and not write.layout.numel and not _is_memory(write.base) for write in node.writes)
 
 

@@ -255,7 +255,7 @@ class Space:
     @staticmethod
     def of(nodes: Sequence[Node]) -> Space:
         rows = [node for node in nodes if info(node.target).kind in (*ROWS, "loss")]
-        # Sums of columns, for the gradients of weights, are as large as these: what a copy of makes of weights shares no walk.
+        # Sums of columns, for the gradients of weights, are as large as these, but what is made of weights shares no walk.
         along = [node for node in rows if info(node.target).kind == "loss" or reduces_rows(node)] or rows
         # A table that rows are picked from or added to is not walked.
         walked = [node for node in nodes if info(node.target).kind not in ("gather", "scatter")] or nodes
