@@ -41,6 +41,7 @@ class Recorded:
         self.homes = [address for *_, address in self.trace.buffers()]
         self.places = {home(tensor): place for place, tensor in reversed(list(enumerate(tensors)))}
         self.trains = any(backward >= 0 for *_, backward, _ in self.trace.instrs())
+        self.written = {write.value.buffer.index for node in self.graph.nodes for write in node.all_writes()}
         self.check_ops()
         self.constants = self.copied()
         self.check_inputs()
@@ -71,13 +72,12 @@ class Recorded:
         """What little is read, but not written, of memory that is gone by now, with its contents: a copy from the CPU, unless the
         function keeps something and replaces it, which `check_same` finds out. Without a byte any other will do, such as what a
         cache began with."""
-        written = {write.value.buffer.index for node in self.graph.nodes for write in node.all_writes()}
         found = {}
         for buffer in self.graph.buffers:
             gone = buffer.kind is BufferKind.INPUT and not buffer.live and self.homes[buffer.index] not in self.places
             if gone and not buffer.nbytes:
                 found[buffer.index] = b""
-            elif gone and buffer.nbytes <= LITTLE and buffer.index not in written:
+            elif gone and buffer.nbytes <= LITTLE and buffer.index not in self.written:
                 data = self.trace.bytes(buffer.index)
                 if data is not None:
                     found[buffer.index] = bytes(data.cpu().tolist())
@@ -166,9 +166,8 @@ class Recorded:
                           for buffer, data in self.constants.items())
         for buffer in [*made, *(number for _, number in given), *self.constants]:
             self.trace.forget(buffer)
-        written = {write.value.buffer.index for node in self.graph.nodes for write in node.all_writes()}
         others = frozenset(self.homes[buffer] for buffer in self.found())
-        changed = tuple(place for place, number in given if number in written)
+        changed = tuple(place for place, number in given if number in self.written)
         leaves = tuple(self.leaves)
         return Stretch(self.trace, self.index, given, constants, made, changed, others, leaves, self.spec, self.ends, self.trains)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ir_nodes import Graph, Node, Operand, Value, Write
-from ir_nodes.node import Arg, BufferKind
+from ir_nodes import BufferKind, Graph, Node, Value
 from ir_nodes.ops import info
+from ir_nodes.rewrite import Substitution
 
 _PLAIN = ("pointwise", "fill", "copy")
 """Kinds of op that do nothing but write."""
@@ -12,19 +12,20 @@ _PLAIN = ("pointwise", "fill", "copy")
 
 def eliminate_noops(graph: Graph) -> Graph:
     """Drop each ``copy_`` of a window of a buffer onto itself, and each write of no elements over a value; who used the new value
-    uses the old one. Returns ``graph``."""
-    gone = []
+    uses the old one. Returns ``graph``. Linear in nodes and operands."""
+    same, gone = Substitution(), []
     for node in graph.nodes:
         if _copies_onto_itself(node):
-            _replace(node.writes[0].value, node.reads[0].value, graph)
+            same.replace(node.writes[0].value, node.reads[0].value)
         elif _writes_nothing(node):
             for write in node.writes:
                 assert write.base is not None
-                _replace(write.value, write.base, graph)
+                same.replace(write.value, write.base)
         else:
             continue
         gone.append(node)
-    graph.remove(gone)
+    if gone:
+        same.apply(graph, gone)
     return graph
 
 
@@ -47,29 +48,3 @@ def _copies_onto_itself(node: Node) -> bool:
     if read.value.buffer is not write.value.buffer or read.layout != write.layout:
         return False
     return not _is_memory(read.value)  # else nothing would make the buffer
-
-
-def _replace(new: Value, old: Value, graph: Graph) -> None:
-    """Make every user of ``new`` one of ``old``, and forget ``new``."""
-    for user in list(new.users):
-        user.reads = tuple(_read_of(operand, new, old) for operand in user.reads)
-        user.args = tuple(_arg_of(arg, new, old) for arg in user.args)
-        user.writes = tuple(_write_of(write, new, old) for write in user.writes)
-        user.effects = tuple(_write_of(write, new, old) for write in user.effects)
-        old.users[user] = None
-    new.users.clear()
-    graph.values[new.buffer.index].remove(new)
-
-
-def _read_of(operand: Operand, new: Value, old: Value) -> Operand:
-    return Operand(old, operand.layout) if operand.value is new else operand
-
-
-def _arg_of(arg: Arg, new: Value, old: Value) -> Arg:
-    if isinstance(arg, tuple):
-        return tuple(_arg_of(item, new, old) for item in arg)
-    return _read_of(arg, new, old) if isinstance(arg, Operand) else arg
-
-
-def _write_of(write: Write, new: Value, old: Value) -> Write:
-    return Write(write.value, write.layout, old, write.reads_old) if write.base is new else write
