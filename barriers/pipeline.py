@@ -25,6 +25,7 @@ from barriers.passes.join_products import join_products
 from barriers.passes.memory_budget import fit_budget
 from barriers.passes.noops import eliminate_noops
 from barriers.passes.own_part import read_own_part
+from barriers.passes.pack_masks import pack_masks
 from barriers.passes.peak_order import lower_peak
 from barriers.passes.product_sums import sum_products
 from barriers.passes.reader_order import lay_for_readers
@@ -105,6 +106,9 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
     def spare(graph: Graph) -> Graph:
         return hold_less(graph, partition, remarks) if partition is not None else graph
 
+    def packed_masks(graph: Graph) -> Graph:
+        return pack_masks(graph, partition, remarks) if partition is not None else graph
+
     def memory_budget(graph: Graph) -> Graph:
         return fit_budget(graph, now.memory_budget, partition, remarks)
 
@@ -114,6 +118,7 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
         ("channels_last", channels_last), ("conv_bias", conv_bias), ("conv_gradients", conv_gradients),
         ("own_part", own_part), ("copy_engines", inbox),
         ("reader_order", reader_order), ("recompute", recompute), ("peak_order", peak_order), ("hold_less", spare),
+        ("packed_masks", packed_masks),
     )
     allowed = [step for name, step in passes if not name or settings.enabled(name)]  # without a name: numbers would be wrong
     return [*allowed, memory_budget] if now.memory_budget else allowed

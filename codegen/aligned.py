@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Sequence
 
 from codegen.body import Body, Step
-from codegen.instructions import FULL
+from codegen.instructions import FULL, IN_BITS
 from ir_nodes import settings
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ def peel(tile: Tile, body: Body) -> Tile:
     if not settings.enabled("aligned_rows"):
         return tile
     flat = tile.axes[0] is None
-    if body.backwards or not flat and any(step.stage == "random" for step in body.steps):  # in fours, from the row's first on
+    by_run = any(step.stage == "random" or step.text == IN_BITS for step in body.steps)  # several, from the row's first on
+    if body.backwards or not flat and by_run:
         return tile
     if len(strides) == 1 and strides[0] % width and not tile.share:
         return replace(tile, peel=width, row=strides[0], vectors=not any(_unlike(step) for step in body.steps))

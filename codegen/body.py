@@ -10,7 +10,7 @@ import torch
 from codegen import forms, mixing
 from codegen.forms import Form, Reduced
 from codegen.group import Group, Unit, level_in
-from codegen.instructions import FULL, KEPT, UNIFORM, Instr, MemAccess
+from codegen.instructions import FULL, IN_BITS, KEPT, UNIFORM, Instr, MemAccess
 from codegen.kernel import Temporary
 from codegen.picked import pick
 from ir_nodes.node import Buffer, BufferKind, Value
@@ -39,6 +39,10 @@ class Step:
     payload: object = None
     partial: bool = False  # a store of one program's share of a split reduction
     across: bool = False  # a column's number where rows are reduced, too
+
+    @property
+    def takes_bits(self) -> bool:
+        return self.stage == "take" and self.text == IN_BITS
 
 
 @dataclass(slots=True, eq=False)

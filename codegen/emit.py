@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Callable
 
 from codegen.body import Body, BodyBuilder, Scratch
 from codegen.cached_rows import REGISTERS
 from codegen.columns import column_width
 from codegen.exponents import fold_logarithms, powers_first
-from codegen.group import Group
+from codegen.group import Group, new_group
 from codegen.instructions import KEPT
 from codegen.kernel import Kernel, KernelStep, Temporary
 from codegen.layout import lay_out, mixed_blocks, whole_shares
 from codegen.load_order import loads_first, plain
 from codegen.onehot import sum_one_hots
 from codegen.online import merge_passes
+from codegen.packed_source import Unpackable
 from codegen.reuse import reuses, settles
 from codegen.row_traits import loads, narrow
 from codegen.source_args import ArgumentList
@@ -26,6 +28,7 @@ from codegen.triton_source import SourceWriter
 from codegen.tuning import Tuning
 from ir_nodes import settings
 from ir_nodes.node import Node, Value
+from ir_nodes.own import PACKED
 
 INT32_LIMIT = (1 << 31) - (1 << 24)
 
@@ -38,6 +41,20 @@ def emit_group(group: Group, outside: set[Value], scratch: Scratch, tuning: Tuni
 
     ``outside``: the group's values that other steps or the graph's outputs need.
     """
+    packing = [unit for unit in group.units if unit.node.target == PACKED]
+    if not packing:
+        return _launches(group, outside, scratch, tuning)
+    try:
+        return _launches(group, outside, scratch, tuning)
+    except Unpackable:  # masks take a way through memory
+        rest = replace(group, units=[unit for unit in group.units if unit not in packing])
+        masks = {value for unit in packing for value in unit.needs}
+        alone = [new_group(unit, group.level, tuning) for unit in packing]
+        return [*_launches(rest, outside | masks, scratch, tuning),
+                *(step for one in alone for step in _launches(one, outside, scratch, tuning))]
+
+
+def _launches(group: Group, outside: set[Value], scratch: Scratch, tuning: Tuning) -> list[KernelStep]:
     body = build(group, outside)
     nodes = tuple(dict.fromkeys(unit.node for unit in group.units))
     if not body.stored:
@@ -53,7 +70,7 @@ def emit_group(group: Group, outside: set[Value], scratch: Scratch, tuning: Tuni
         def retile(changes: str) -> KernelStep | None:
             again = build(group, outside)
             other = lay_out(again, tuning.changed(changes))
-            return None if other.shape() == tile.shape() else _whole(again, other, nodes, scratch, tuning)
+            return None if other.shape() == tile.shape() else _if_packable(_whole, again, other, nodes, scratch, tuning)
 
         return [replace(_whole(body, tile, nodes, scratch, tuning), retile=retile)]
     share = _share(body, tuning)
@@ -64,10 +81,17 @@ def emit_group(group: Group, outside: set[Value], scratch: Scratch, tuning: Tuni
 
     def retile_first(changes: str) -> KernelStep | None:
         other = lay_out(first, tuning.changed(changes), share, shares)
-        return None if other.shape() == tile.shape() else _launch(first, other, nodes, scratch, tuning)
+        return None if other.shape() == tile.shape() else _if_packable(_launch, first, other, nodes, scratch, tuning)
 
     return [replace(_launch(first, tile, nodes, scratch, tuning), retile=retile_first),
             _launch(second, lay_out(second, tuning), nodes, scratch, tuning)]
+
+
+def _if_packable(emit: Callable[..., KernelStep], *given: object) -> KernelStep | None:
+    try:
+        return emit(*given)
+    except Unpackable:
+        return None
 
 
 def _mixed(body: Body, nodes: tuple[Node, ...], scratch: Scratch, tuning: Tuning) -> list[KernelStep]:

@@ -101,8 +101,33 @@ def _logaddexp(a, b):
 '''
 """What scans combine with, beside sums and extremes; infinities of one sign are their own."""
 
+OF_EIGHT = '''
+@triton.jit
+def _of_eight(x):
+    for _ in tl.static_range(3):
+        low, high = tl.split(x)
+        x = low | high
+    return x
+
+
+'''
+"""The bits of eight neighbours, the last three dimensions, in one number. A sum over them would let the compiler hand them round
+between threads, for what stores a byte for each thread lies otherwise than what computes its elements."""
+
+TO_EIGHT = '''
+@triton.jit
+def _to_eight(x):
+    for _ in tl.static_range(3):
+        x = tl.join(x, x)
+    return x
+
+
+'''
+"""The same number for each of eight neighbours, in three dimensions more."""
+
 HELPERS = {"_pow(": POW, "_tanh(": TANH, "_tanh_16(": TANH_16, "_normal(": NORMAL, "_logistic(": LOGISTIC, "_bf16(": BF16,
-           ", _mul)": MUL, "_logaddexp": LOGADDEXP, "_as_loaded(": AS_LOADED}
+           ", _mul)": MUL, "_logaddexp": LOGADDEXP, "_as_loaded(": AS_LOADED,
+           "_of_eight(": OF_EIGHT, "_to_eight(": TO_EIGHT}
 
 
 def used(text: str) -> str:

@@ -18,6 +18,9 @@ from ir_nodes.node import Buffer, BufferKind, Node, Value
 UNIFORM, KEPT, FULL = 0, 1, 2
 """How often an instruction's result differs: never, per kept element of a reduction, per element of the whole space."""
 
+IN_BITS = "bits"
+"""The ``text`` of a take or put of a mask whose elements are bits: its last argument is an element's place among them."""
+
 
 @dataclass(slots=True, eq=False)
 class MemAccess:

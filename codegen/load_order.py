@@ -24,7 +24,7 @@ def plain(body: Body) -> bool:
 
 def loads_first(body: Body, tile: Tile) -> None:
     """Puts loads in front, in their order; those for later phases only where they take few registers."""
-    free = [step for step in body.steps if step.stage == "load" and not step.args]
+    free = [step for step in body.steps if step.stage == "load" and not step.args or step.takes_bits]
     needed = _needed(body)
     late = [step for step in free if needed.get(step, 0) > 0]
     waits = sum(_bytes_per_thread(step, tile) for step in late) > SPARE

@@ -14,6 +14,7 @@ from codegen import (
     losses,
     normalisation,
     optimizers,
+    packing,
     pooling,
     positions,
     reductions,
@@ -32,7 +33,7 @@ from codegen.reductions import Lowered
 from codegen.tuning import HOPPER, Tuning
 from ir_nodes import settings
 from ir_nodes.node import Node
-from ir_nodes.own import DROPPED
+from ir_nodes.own import DROPPED, PACKED, UNPACKED
 
 REDUCTIONS: dict[str, Lowered] = {
     "sum": reductions.lower_sum,
@@ -96,6 +97,10 @@ TURNED: dict[str, Callable[[Node, Known], list[Part]]] = {"flip": scans.lower_fl
 """Ops that reverse dimensions, which scans may have done already."""
 
 
+BITWISE: dict[str, Callable[[Node], list[Part]]] = {"pack_bits": packing.lower_pack, "unpack_bits": packing.lower_unpack}
+"""Ops on masks that are kept as bits."""
+
+
 INDEXED: dict[str, Callable[[Node], list[Part]]] = {
     "index_select": indexing.lower_index_select,
     "embedding": indexing.lower_index_select,
@@ -126,7 +131,7 @@ PAIRED: dict[str, Callable[[Node, int, Known], list[Part]]] = {
 def lower(node: Node, scratch: int, tuning: Tuning = HOPPER, known: Known | None = None) -> list[Part]:
     """The node's parts. ``scratch`` numbers the next scratch value. Raises Unsupported with a readable reason."""
     known = known or nothing_known()
-    if not node.target.startswith("aten::") and node.target != DROPPED:
+    if not node.target.startswith("aten::") and node.target not in (DROPPED, PACKED, UNPACKED):
         raise Unsupported(f"{node.target} is not an ATen op")
     if not node.writes or node.effects and node.name not in DRAWS:
         raise Unsupported("it has effects beyond its results")
@@ -156,7 +161,7 @@ def _lower_named(node: Node, scratch: int, tuning: Tuning, known: Known) -> list
         return JOINS[node.name](node, known)
     if node.name in TURNED:
         return TURNED[node.name](node, known)
-    if node.name in INDEXED or node.name in PLACED:
-        return (INDEXED.get(node.name) or PLACED[node.name])(node)
+    if alone := INDEXED.get(node.name) or PLACED.get(node.name) or BITWISE.get(node.name):
+        return alone(node)
     part = lower_pointwise(node)
     return [joining.over_filled(part, known) if settings.enabled("windows") else part]

@@ -10,10 +10,11 @@ import re
 from typing import Callable, Iterable, Sequence
 
 from codegen.body import Body, Step
-from codegen.instructions import FULL
+from codegen.instructions import FULL, IN_BITS
 from codegen.source_args import ArgumentList
 from codegen.tile import Tile
 from codegen.triton_instructions import COMBINE, InstructionWriter
+from ir_nodes import settings
 
 _ASSIGNED = re.compile(r"\s*(\w+(?:, \w+)*) = ")
 
@@ -53,7 +54,9 @@ class StripWriter(InstructionWriter):
         """The steps in order, but first what they load for all strips of the row; then the stores."""
         plain = [step for step in steps if step.stage == "load" and step.level == FULL and not step.args]
         loads = [step for step in plain if self.tile.words or 0 in self._terms(step)]
+        loads += [step for step in steps if step.takes_bits]
         self._each(loads)
+        soon = self._soon(steps, loads, stores) if settle is None else {}
         waiting: list[Step] = []
         for step in steps:
             if step.stage == "reduce" and not step.across:
@@ -61,17 +64,33 @@ class StripWriter(InstructionWriter):
                 waiting = []
                 self._reduce_strips(step)
             elif step.level == FULL or step.across:
-                waiting += [step] * (step not in loads)
+                waiting += [step] * (step not in loads) + soon.get(step, [])
             else:
                 self._emit(step)
         if settle is not None:
             self._each(waiting)
             settle()
             waiting = []
-        self._each([*waiting, *(step for step in stores if step.level == FULL)])
+        self._each([*waiting, *(step for step in stores if step.level == FULL and step not in soon.get(step.args[0], ()))])
         for step in stores:
             if step.level != FULL:
                 self._store(step)
+
+    def _soon(self, steps: Sequence[Step], loads: Sequence[Step], stores: Sequence[Step]) -> dict[Step, list[Step]]:
+        """Stores of what is there before anything is reduced, by what they store, where everything else that may lie in the same
+        memory has been loaded. Written behind the reductions, they keep a strip's registers from the next one: dropout, sum and
+        norm of rows of 768 take 153 for each thread then, and 107 so, which lets 18 programs run beside each other instead of
+        13."""
+        others = [step for step in steps if step.level == FULL and step.stage in ("load", "gather", "take") and step not in loads]
+        found: dict[Step, list[Step]] = {}
+        if not settings.enabled("early_stores") or self.tile.words or any(step.args or 0 in self._terms(step) for step in others):
+            return found
+        elements = dict.fromkeys(step for step in steps if step.level == FULL and step.stage != "reduce")
+        for store in stores:
+            (value, *_), there = store.args, store.access is not None and not store.access.scattered or store.text == IN_BITS
+            if store.level == FULL and value in elements and there and not store.phase:
+                found.setdefault(value, []).append(store)
+        return found
 
     def _each(self, steps: Sequence[Step]) -> None:
         """The steps for one strip after the other."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from codegen.addressing import IndexWriter
 from codegen.body import Body, Step
-from codegen.instructions import FULL, UNIFORM
+from codegen.instructions import FULL, IN_BITS, UNIFORM
 from codegen.onehot import ONE_HOT
+from codegen.packed_source import BitWriter
 from codegen.product import Product, product_lines
 from codegen.promotion import HALF, TRITON_TYPES
 from codegen.random_source import random_lines
@@ -52,7 +52,7 @@ def is_bfloat16(step: Step, depth: int = 3) -> bool:
     return step.text == BF16_ROUNDING or depth > 0 and bool(chosen) and all(is_bfloat16(arg, depth - 1) for arg in chosen)
 
 
-class InstructionWriter(IndexWriter):
+class InstructionWriter(BitWriter):
     """Knows each step's name; writes a step, wherever the caller is in the kernel."""
 
     def __init__(self, body: Body, tile: Tile, arguments: ArgumentList) -> None:
@@ -98,6 +98,8 @@ class InstructionWriter(IndexWriter):
             self._load(step)
         elif step.stage == "gather":
             self._gather(step)
+        elif step.text == IN_BITS:
+            self._unpack(step, self._name(step), self._pointer(step))
         elif step.stage == "take":
             self._line(f"{self._name(step)} = tl.load({self._scattered(step, step.args)}, other=0){self._widened(step)}")
         elif step.stage == "coord" and self._compared(step):
@@ -131,8 +133,9 @@ class InstructionWriter(IndexWriter):
         return "_bf16({0})" if wide and self.tile.packs and step.text == BF16_ROUNDING else step.text
 
     def _compared(self, place: Step) -> bool:
-        """Does nothing but a `ONE_HOT` need the place?"""
-        return all(step.text == ONE_HOT and step.args[0] is place for step in self.body.steps if place in step.args)
+        """Does nothing but a `ONE_HOT` need the place, or an access to bits?"""
+        return all(step.text == IN_BITS or step.text == ONE_HOT and step.args[0] is place for step in self.body.steps
+                   if place in step.args)
 
     def _operands(self, step: Step) -> list[str]:
         """Names of what an expression takes. Where places along axis 1 are compared with a row's, each thread's lanes are, which
@@ -256,6 +259,9 @@ class InstructionWriter(IndexWriter):
         return f"{start} + B1 > {self._extent(1)} // {self.tile.ragged} * {self.tile.ragged}"
 
     def _store(self, step: Step) -> None:
+        if step.text == IN_BITS:
+            self._pack(step, self._name(step.args[0]), self._pointer(step))
+            return
         if step.access is not None and step.access.scattered:
             where, mask = self._scattered(step, step.args[1:]).split(", mask=")
             call = "tl.atomic_add" if step.text == "add" else "tl.store"

@@ -12,6 +12,9 @@ from ir_nodes import ops
 
 _LIBRARY = torch.library.Library(ops.OWN, "DEF")
 
+BITS = 8
+"""Elements of a mask whose bits share a byte."""
+
 
 def define(name: str, signature: str, function: Callable[..., Any]) -> str:
     """An op of our own that takes and gives what ``signature`` says, "(Tensor x) -> Tensor", as ``function`` computes it. Returns
@@ -28,5 +31,22 @@ def _dropped(input: Tensor, mask: Tensor, p: float) -> Tensor:
     return (input.to(held) * mask * scale).to(input.dtype)
 
 
+def _pack_bits(mask: Tensor) -> Tensor:
+    weights = 1 << torch.arange(BITS, dtype=torch.uint8, device=mask.device)
+    flat = mask.as_strided((mask.numel(),), (1,))
+    return (flat.view(-1, BITS).to(torch.uint8) * weights).sum(1, dtype=torch.uint8)
+
+
+def _unpack_bits(bits: Tensor, size: list[int], stride: list[int]) -> Tensor:
+    places = torch.arange(BITS, dtype=torch.uint8, device=bits.device)
+    return ((bits[:, None] >> places) & 1).bool().view(-1).as_strided(size, stride)
+
+
 DROPPED = define("native_dropout_dropped", "(Tensor input, Tensor mask, float p) -> Tensor", _dropped)
 """What `native_dropout` in training has given, bit for bit, computed again from its mask."""
+
+PACKED = define("pack_bits", "(Tensor mask) -> Tensor", _pack_bits)
+"""A dense mask as bits, in the order in which it lies in memory: element 8 i + j as the j-th bit of the i-th uint8."""
+
+UNPACKED = define("unpack_bits", "(Tensor bits, int[] size, int[] stride) -> Tensor", _unpack_bits)
+"""The mask that `PACKED` made ``bits`` of."""

@@ -1,0 +1,71 @@
+"""Writes loads and stores of masks that are kept as bits. Imports codegen's leaf modules.
+
+Eight elements that follow one another along axis 1 share a byte, which is one access where a block holds them all.
+"""
+
+from __future__ import annotations
+
+from codegen.addressing import IndexWriter
+from codegen.body import Body, Step
+from codegen.source_args import ArgumentList
+from codegen.tile import Tile
+from ir_nodes.own import BITS
+
+
+class Unpackable(Exception):
+    """No block of a kernel holds the neighbours that share a byte, of a mask that it would store as bits."""
+
+
+class BitWriter(IndexWriter):
+    """Adds `_unpack` and `_pack`."""
+
+    def __init__(self, body: Body, tile: Tile, arguments: ArgumentList) -> None:
+        super().__init__(body, tile, arguments)
+        self._end = ""  # what indices along axis 1 stay below, where that is not the axis's extent
+
+    def _index(self, number: int, start: str, end: str = "") -> None:
+        if number == 1:
+            self._end = end
+        super()._index(number, start, end)
+
+    def _unpack(self, step: Step, name: str, pointer: str) -> None:
+        """Define ``name`` as the mask's element for each of the step's block."""
+        (place,) = step.args
+        run = self._bytes(place)
+        if run is not None:
+            where, mask = run
+            byte = f"tl.load({pointer} + {where}{mask and f'{mask}, other=0'})"
+            bits = f"tl.reshape(_to_eight({byte}), {self._shape('B1')})"
+            self._line(f"{name} = (({bits} >> ({self._arange(1)} % {BITS})) & 1) != 0")
+            return
+        bounds = [f"m{number}" for number in sorted(self._terms(place)) if self._guarded(number)]
+        mask = f", mask={' & '.join(bounds)}, other=0" if bounds else ""
+        self._line(f"{name}_at = {self.position(place)}")
+        self._line(f"{name} = ((tl.load({pointer} + {name}_at // {BITS}{mask}) >> ({name}_at % {BITS})) & 1) != 0")
+
+    def _pack(self, step: Step, value: str, pointer: str) -> None:
+        """Store ``value``. Raises Unpackable where no block holds neighbours that share a byte."""
+        run = self._bytes(step.args[1])
+        if run is None:
+            raise Unpackable
+        where, mask = run
+        bits = f"tl.broadcast_to({value}, {self._shape('B1')}).to(tl.uint8) << ({self._arange(1)} % {BITS})"
+        parted = f"tl.reshape({bits}, {self._shape(f'B1 // {BITS}, 2, 2, 2')})"
+        self._line(f"tl.store({pointer} + {where}, _of_eight({parted}).to(tl.uint8){mask})")
+
+    def _bytes(self, place: Step) -> tuple[str, str] | None:
+        """Where the bytes of a block lie, and the mask of an access to them as a further argument; None where its elements share
+        bytes with those of other blocks, or are no neighbours."""
+        cut = self.tile.share if self.tile.reduced_axis == 1 and not self.tile.mixed else 0
+        run = self.fraction(place, BITS) if not (cut % BITS or self.tile.peel > 1 or self.tile.covered) else None
+        if run is None:
+            return None
+        start, lanes = self._starts[1], run[1]
+        at = f"({start}) // {BITS} + {lanes}" if start else lanes
+        bounds = ["m0"] * (self.tile.axes[0] is not None and self._guarded(0))
+        bounds += [f"({at} < {self._end or self._extent(1)} // {BITS})"] * self._guarded(1)
+        return " + ".join(run), f", mask={' & '.join(bounds)}" if bounds else ""
+
+    def _shape(self, along: str) -> str:
+        """Of a block, with these extents in place of axis 1's."""
+        return f"[B0, {along}]" if self.tile.axes[0] is not None else f"[{along}]"
