@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ir_nodes import ops
-from ir_nodes.own import DROPPED
+from ir_nodes.own import DROPPED, PACKED, UNPACKED
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -24,3 +24,14 @@ def test_it_counts_as_pointwise_and_draws_nothing() -> None:
     assert ops.info(DROPPED).kind == "pointwise" and not ops.info(DROPPED).random
     with torch.device("meta"):
         assert ops.overload(DROPPED)(torch.empty(3, 4), torch.empty(3, 4, dtype=torch.bool), 0.1).shape == (3, 4)
+
+
+@pytest.mark.parametrize("size, order", [((3, 16), (0, 1)), ((4, 2, 3), (2, 0, 1))])
+def test_a_mask_is_what_its_bits_say(size: tuple[int, ...], order: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    mask = (torch.rand(size) < 0.5).permute(order)
+    bits = ops.overload(PACKED)(mask)
+    assert bits.dtype is torch.uint8 and bits.numel() * 8 == mask.numel()
+    again = ops.overload(UNPACKED)(bits, list(mask.shape), list(mask.stride()))
+    assert again.dtype is torch.bool and again.stride() == mask.stride() and torch.equal(again, mask)
+    assert not ops.info(PACKED).random and not ops.info(UNPACKED).random
