@@ -14,16 +14,15 @@ from codegen.footprint import Footprint
 from codegen.forms import Form
 from codegen.group import MAX_DIMS, MAX_NODES, MAX_OPERANDS, Group, Joint, Touched, Unit
 from codegen.instructions import KEPT
-from codegen.tuning import power_of_two
+from codegen.strips import lanes_drawn
 from ir_nodes.node import Value
 
 DRAWN = 1 << 20
 """Random numbers from which a kernel of their own is worth its launch."""
-LANE, LONG, LONG_LANE = 9.0, 4096, 15.0
-"""Bytes of memory that move while a row's kernel draws for one lane: in rows of up to ``LONG`` elements, and beyond, where fewer
-programs fit beside each other. On an H200, 64 Mi elements of dropout, sum and norm in bfloat16: 154 us in rows of 1,024 and of
-2,048 (162 in two kernels), 201 to 212 in rows of 768, 1,536 and 3,072, whose last quarter of lanes is empty (168), 247 in rows of
-8,192 (171)."""
+LANE = 10.0
+"""Bytes of memory that move while a row's kernel draws for one lane. On an H200, 64 Mi elements of dropout, sum and norm in
+bfloat16: 148 us in rows of 768, 159 to 171 in rows of 1,024 to 8,192 (184 in two kernels), but 267 and 388 in rows of 320 and
+264, which no strips fit (202, 274)."""
 
 
 def joint_space(left: Group, right: Group) -> Joint | str:
@@ -89,7 +88,7 @@ def _draws_slowly(left: Group, right: Group, joint: Joint) -> str:
     parts = [unit.part for unit in (left if left.draws else right).units if unit.part is not None and unit.part.draws]
     if any(draws.calls_for_each(part, row) for part in parts):
         return "each of its random numbers takes a call of its own, which delays rows that are reduced more than memory does"
-    lanes = joint.numel / row * power_of_two(row) * (LANE if row <= LONG else LONG_LANE)
+    lanes = joint.numel / row * lanes_drawn(row) * LANE
     sides = [{buffer: max(min(foot.access.value.buffer.nbytes, joint.numel * foot.dtype.itemsize) for foot in feet.values())
               for buffer, feet in group.touched.items()} for group in (left, right)]
     both, crossing = sides[0] | sides[1], sides[0].keys() & sides[1].keys()

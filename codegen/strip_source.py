@@ -56,7 +56,7 @@ class StripWriter(InstructionWriter):
         loads = [step for step in plain if self.tile.words or 0 in self._terms(step)]
         loads += [step for step in steps if step.takes_bits]
         self._each(loads)
-        soon = self._soon(steps, loads, stores) if settle is None else {}
+        soon = self._soon(steps, stores, loads) if settle is None else {}
         waiting: list[Step] = []
         for step in steps:
             if step.stage == "reduce" and not step.across:
@@ -71,25 +71,30 @@ class StripWriter(InstructionWriter):
             self._each(waiting)
             settle()
             waiting = []
-        self._each([*waiting, *(step for step in stores if step.level == FULL and step not in soon.get(step.args[0], ()))])
+        done = dict.fromkeys(store for early in soon.values() for store in early)
+        self._each([*waiting, *(step for step in stores if step.level == FULL and step not in done)])
         for step in stores:
             if step.level != FULL:
                 self._store(step)
 
-    def _soon(self, steps: Sequence[Step], loads: Sequence[Step], stores: Sequence[Step]) -> dict[Step, list[Step]]:
-        """Stores of what is there before anything is reduced, by what they store, where everything else that may lie in the same
-        memory has been loaded. Written behind the reductions, they keep a strip's registers from the next one: dropout, sum and
-        norm of rows of 768 take 153 for each thread then, and 107 so, which lets 18 programs run beside each other instead of
-        13."""
-        others = [step for step in steps if step.level == FULL and step.stage in ("load", "gather", "take") and step not in loads]
+    def _soon(self, steps: Sequence[Step], stores: Sequence[Step], loaded: Sequence[Step] = ()) -> dict[Step, list[Step]]:
+        """Stores of what is there before anything is reduced, by the step behind which they may be written: all that may lie in
+        the same memory has been loaded then, ``loaded`` before any step. Written behind the reductions, they would keep elements
+        in registers: dropout, sum and norm of rows of 768 take 153 for each thread so, and 107 otherwise, which lets 18 programs
+        run beside each other instead of 13."""
+        place = {step: number for number, step in enumerate(steps)}
+        reduces = [number for step, number in place.items() if step.stage == "reduce" and not step.across]
+        if not reduces or not settings.enabled("early_stores"):
+            return {}
+        last = max([number for step, number in place.items() if step.level == FULL and step not in loaded
+                    and step.stage in ("load", "gather", "take") and (step.args or 0 in self._terms(step))], default=0)
         found: dict[Step, list[Step]] = {}
-        if not settings.enabled("early_stores") or self.tile.words or any(step.args or 0 in self._terms(step) for step in others):
-            return found
-        elements = dict.fromkeys(step for step in steps if step.level == FULL and step.stage != "reduce")
         for store in stores:
-            (value, *_), there = store.args, store.access is not None and not store.access.scattered or store.text == IN_BITS
-            if store.level == FULL and value in elements and there and not store.phase:
-                found.setdefault(value, []).append(store)
+            value, scattered = store.args[0], store.access is not None and store.access.scattered
+            if store.level == FULL == value.level and value in place and (store.text == IN_BITS or not scattered):
+                behind = max(last, place[value])
+                if behind < reduces[0] and steps[behind].level == FULL:
+                    found.setdefault(steps[behind], []).append(store)
         return found
 
     def _each(self, steps: Sequence[Step]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from codegen.aligned import KNOWN
 from codegen.body import Body
+from codegen.draws import WORDS, Stream
 from codegen.instructions import FULL
 from codegen.row_traits import lanes_needed, narrow, row_bytes, sums_only
 from codegen.tuning import Tuning, power_of_two, snug_block
@@ -32,13 +33,24 @@ def strip_of(body: Body, tuning: Tuning, longest: int) -> int:
         return 0
     if body.kept <= tuning.few or even and row <= 4 * SMALLEST or not settings.enabled("row_strips") or not _can_be_cut(body):
         return 0
-    whole = power_of_two(row)
-    usual = USUAL if row <= FEW * USUAL else LARGEST
-    strip = snug_block(row, max(min(whole // (4 if even else 8), usual), 2 * SMALLEST), SMALLEST if even else 2 * SMALLEST)
+    strip = _snug(row, even and not _draws_by_eight(body))
     held = -(-row // strip) * strip
     if not strip < held <= min(longest, MOST * strip):
         return 0
-    return 0 if even and held * 8 > whole * 7 and not _waits_long(body) else strip
+    return 0 if even and held * 8 > power_of_two(row) * 7 and not _waits_long(body) else strip
+
+
+def _snug(row: int, fine: bool) -> int:
+    """Elements of the strips that rows of ``row`` elements are best cut into; ``fine``: `SMALLEST` will do."""
+    usual = USUAL if row <= FEW * USUAL else LARGEST
+    largest = max(min(power_of_two(row) // (8 if row % KNOWN else 4), usual), 2 * SMALLEST)
+    return snug_block(row, largest, SMALLEST if fine else 2 * SMALLEST)
+
+
+def lanes_drawn(row: int) -> int:
+    """Lanes for which a kernel draws that holds rows of ``row`` 16-bit elements, in strips where these fit better."""
+    strip = power_of_two(row) if row <= 4 * SMALLEST else _snug(row, False)
+    return -(-row // strip) * strip
 
 
 def strips_of(body: Body, strip: int) -> int:
@@ -55,6 +67,11 @@ def strip_warps(body: Body, strip: int, lane: int) -> int:
 def walking_warps(body: Body, strip: int) -> int:
     """The same where programs walk several rows, and sum columns in further registers."""
     return max(1 if narrow(body) else 2, power_of_two(-(-strip * strips_of(body, strip) // (32 * 40))))
+
+
+def _draws_by_eight(body: Body) -> bool:
+    """Do threads draw for eight neighbours at a time? Half of a warp would have nothing to draw for in the smallest strips."""
+    return any(isinstance(step.payload, Stream) and step.payload.vector > WORDS for step in body.steps if step.stage == "random")
 
 
 def _can_be_cut(body: Body) -> bool:

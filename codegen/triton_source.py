@@ -132,13 +132,17 @@ class SourceWriter(CachedWriter):
 
     def _whole(self) -> None:
         """Every instruction, once."""
-        for step in self.body.steps:
-            if step.stage != "store":
-                self._emit(step)
+        steps, stores = ([step for step in self.body.steps if (step.stage == "store") is kind] for kind in (False, True))
+        soon = {} if self._settles else self._soon(steps, stores)
+        for step in steps:
+            self._emit(step)
+            for store in soon.get(step, ()):
+                self._store(store)
         self._settle()
-        for step in self.body.steps:
-            if step.stage == "store":
-                self._store(step)
+        done = dict.fromkeys(store for early in soon.values() for store in early)
+        for store in stores:
+            if store not in done:
+                self._store(store)
 
     def _settle(self) -> None:
         """Where results may replace what some threads have yet to pick."""
