@@ -19,10 +19,10 @@ from ir_nodes.node import Value
 
 DRAWN = 1 << 20
 """Random numbers from which a kernel of their own is worth its launch."""
-LANE = 10.0
-"""Bytes of memory that move while a row's kernel draws for one lane. On an H200, 64 Mi elements of dropout, sum and norm in
-bfloat16: 148 us in rows of 768, 159 to 171 in rows of 1,024 to 8,192 (184 in two kernels), but 267 and 388 in rows of 320 and
-264, which no strips fit (202, 274)."""
+LANE, EMPTY = 9.0, 17.0
+"""Bytes of memory that move while a row's kernel draws for one lane, with an element and without. On an H200, 64 Mi elements of
+dropout, sum and norm in bfloat16: 148 us in rows of 768, 159 to 171 in rows of 640 and of 1,024 to 8,192 (184 to 188 in two
+kernels), but 224, 267 and 388 in rows of 384, 320 and 264, which no strips fit (193, 202, 274)."""
 
 
 def joint_space(left: Group, right: Group) -> Joint | str:
@@ -88,12 +88,13 @@ def _draws_slowly(left: Group, right: Group, joint: Joint) -> str:
     parts = [unit.part for unit in (left if left.draws else right).units if unit.part is not None and unit.part.draws]
     if any(draws.calls_for_each(part, row) for part in parts):
         return "each of its random numbers takes a call of its own, which delays rows that are reduced more than memory does"
-    lanes = joint.numel / row * lanes_drawn(row) * LANE
+    drawing = joint.numel / row * (row * LANE + (lanes_drawn(row) - row) * EMPTY)
     sides = [{buffer: max(min(foot.access.value.buffer.nbytes, joint.numel * foot.dtype.itemsize) for foot in feet.values())
               for buffer, feet in group.touched.items()} for group in (left, right)]
     both, crossing = sides[0] | sides[1], sides[0].keys() & sides[1].keys()
     inner = {id(value.buffer) for value in _hidden(dict.fromkeys((*left.units, *right.units)))} - crossing
-    if lanes <= sum(nbytes for buffer, nbytes in both.items() if buffer not in inner) + sum(both[buffer] for buffer in crossing):
+    moved = sum(nbytes for buffer, nbytes in both.items() if buffer not in inner) + sum(both[buffer] for buffer in crossing)
+    if drawing <= moved:
         return ""
     return "its random numbers delay rows of this length by more than the memory between two kernels takes"
 
