@@ -71,6 +71,9 @@ def _shared_out(lowering: Lowering, shifted: Instr, highest: Instr, total: Instr
     if node.name == "_softmax" and node.writes[0].layout.dtype in HALF:
         share = lowering.expr("1.0 / {0}", total, dtype=total.dtype)  # once per row; the result's rounding hides the difference
         return lowering.expr("{0} * {1}", grown, share, dtype=total.dtype), ()
+    if node.name == "_softmax" and total.dtype is torch.float32:
+        share = lowering.expr("tl.math.div_rn(1.0, {0})", total, dtype=total.dtype)
+        return lowering.expr("_share({0}, {1}, {2})", grown, total, share, dtype=total.dtype), ()
     if node.name == "_softmax":
         return lowering.expr(f"{function('div', total.dtype, False)}({{0}}, {{1}})", grown, total, dtype=total.dtype), ()
     logarithm = lowering.expr("libdevice.log({0})", total, dtype=total.dtype)

@@ -9,12 +9,13 @@ from typing import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import compile_all, execute, externs, kernels
+from graphs import CACHE, compile_all, execute, externs, kernels
 from recording import Recorder, Recording
 
 from barriers.model import memory
 from barriers.passes import pack_masks as module
 from barriers.passes.pack_masks import pack_masks
+from codegen import triton_compile
 from codegen.addressing import IndexWriter
 from codegen.body import Step
 from codegen.fuse import plan
@@ -103,6 +104,15 @@ def test_rows_in_strips() -> None:
             assert source.rindex("_of_eight(tl") < source.rindex("tl.reduce(t")
         assert sum("_to_eight(tl" in step.kernel.source for step in kernels(made)) == 2
         compile_all(made)
+    before = plan(dropping(6, 768, torch.bfloat16).graph, tuning=HOPPER.changed("few=0"))
+    assert shuffles(made) == shuffles(before), "each thread puts its own bits together"
+
+
+def shuffles(made: Plan) -> int:
+    """Instructions of the drawing kernels that hand numbers from thread to thread."""
+    names = {step.kernel: step.kernel.name for step in kernels(made)}
+    drawing = [one for one, name in names.items() if "native_dropout" in name and "backward" not in name]
+    return sum(triton_compile.compile_for_hopper(one, CACHE).handle.asm["ptx"].count("shfl.sync") for one in drawing)
 
 
 def test_columns_that_are_summed_beside_rows_read_bits() -> None:

@@ -56,6 +56,12 @@ def test_gelu_in_16_bits_divides_and_exponentiates_once(approximate: str) -> Non
     assert not count(text, "div.full.f32") and not count(text, "ex2.approx.f32")
 
 
+def test_a_softmax_divides_once_for_a_row() -> None:
+    """A division takes a branch wherever a mask has left zero: on an H200, 0.35 ms where the bytes take 0.26."""
+    text = ptx(lambda x: x.softmax(-1), rows(512, 4096, dtype=torch.float32))
+    assert count(text, "div.rn.f32") == 1 and count(text, "fma.rn.f32") > 4
+
+
 def test_tanh_has_no_branches() -> None:
     text = ptx(torch.tanh, rows(64, 512, dtype=torch.float32))
     assert not count(text, "bra") and count(text, "div.approx.ftz.f32")
