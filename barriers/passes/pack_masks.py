@@ -26,7 +26,7 @@ LEAST = 1 << 20
 def pack_masks(graph: Graph, partition: Partition, remarks: Remarks | None = None) -> Graph:
     """Keep masks as bits between kernels. Returns ``graph``. Linear in nodes, and plans kernels twice where there are masks."""
     remarks = remarks or Remarks()
-    masks = [mask for node in graph.nodes for write in node.writes if (mask := write.value) and _is_mask(graph, write)]
+    masks = [write.value for node in graph.nodes for write in node.writes if _is_mask(graph, write)]
     if not masks:
         return graph
     kernels = partition(graph)
