@@ -54,8 +54,9 @@ SOFTMAX = '''def reduce_softmax(n0, n1, p0, p1, B0: tl.constexpr, B1: tl.constex
     t2 = t0 - t1
     t3 = libdevice.exp(t2)
     t4 = tl.reduce(tl.where(m1, t3, 0.0), 1, _add, keep_dims=True)
-    t5 = tl.math.div_rn(t3, t4)
-    tl.store(p1 + i0 * n1 + i1, t5, mask=m0 & m1)
+    t5 = tl.math.div_rn(1.0, t4)
+    t6 = _share(t3, t4, t5)
+    tl.store(p1 + i0 * n1 + i1, t6, mask=m0 & m1)
 '''
 
 COLUMN_SUM = '''def reduce_sum(n1, n0, p0, p1, B0: tl.constexpr, B1: tl.constexpr):
