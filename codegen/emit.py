@@ -41,12 +41,10 @@ def emit_group(group: Group, outside: set[Value], scratch: Scratch, tuning: Tuni
 
     ``outside``: the group's values that other steps or the graph's outputs need.
     """
-    packing = [unit for unit in group.units if unit.node.target == PACKED]
-    if not packing:
-        return _launches(group, outside, scratch, tuning)
     try:
         return _launches(group, outside, scratch, tuning)
     except Unpackable:  # masks take a way through memory
+        packing = [unit for unit in group.units if unit.node.target == PACKED]
         rest = replace(group, units=[unit for unit in group.units if unit not in packing])
         masks = {value for unit in packing for value in unit.needs}
         alone = [new_group(unit, group.level, tuning) for unit in packing]

@@ -81,7 +81,7 @@ class _Packer:
         for user in sorted(mask.users, key=self.place.__getitem__):
             late.setdefault(self.home.get(user, -1), []).append(user)
         late.pop(here, None)
-        if not late or mask not in self.kernels[here].stores:
+        if not late or here >= 0 and mask not in self.kernels[here].stores:
             return None  # it never leaves its kernel
         if -1 in (here, *late) or not all(self.kernels[number].fused for number in (here, *late)):
             self.remarks.refused("packed_masks", maker.name, "a library makes or reads it, byte by byte")
