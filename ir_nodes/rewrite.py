@@ -67,8 +67,15 @@ def move_apart(graph: Graph, value: Value) -> None:
 
 def copy(beside: Node, source: Operand, write: Write) -> Node:
     """What copies ``source``; it stands where ``beside`` does, and belongs to what that belongs to."""
-    node = Node(beside.index, "aten::copy_", (Target(0), source, False), (), (write,), frame=beside.frame, instr=beside.instr,
-                segment=beside.segment, stage=beside.stage, changed=True)
+    return node_beside(beside, "aten::copy_", (Target(0), source, False), write)
+
+
+def node_beside(beside: Node, target: str, args: tuple[Arg, ...], write: Write, returns: tuple[int, ...] = (),
+                again: bool = False) -> Node:  # fmt: skip
+    """What writes ``write``; it stands where ``beside`` does, belongs to what that belongs to, and is not yet one of the graph's
+    nodes."""
+    node = Node(beside.index, target, args, (), (write,), returns=returns, frame=beside.frame, instr=beside.instr,
+                segment=beside.segment, stage=beside.stage, changed=True, again=again)
     write.value.producer = node
     read(node)
     return node

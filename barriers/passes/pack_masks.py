@@ -14,10 +14,9 @@ import torch
 from barriers.passes.dead import eliminate_dead
 from ir_nodes import BufferKind, Graph, Layout, Node, Operand, Value, Write
 from ir_nodes.kernels import Kernels, Partition, homes
-from ir_nodes.node import Arg
 from ir_nodes.own import BITS, PACKED, UNPACKED
 from ir_nodes.remarks import Remarks
-from ir_nodes.rewrite import new_value, read, redirect
+from ir_nodes.rewrite import new_value, node_beside, redirect
 
 LEAST = 1 << 20
 """Bytes of a mask that is worth it."""
@@ -91,13 +90,14 @@ class _Packer:
     def _packed(self, maker: Node, mask: Value, late: list[list[Node]]) -> Packed:
         layout = next(write.layout for write in maker.writes if write.value is mask)
         bits = Layout.contiguous(torch.uint8, (layout.numel // BITS,))
-        pack = _node(maker, PACKED, (Operand(mask, layout),), Write(new_value(self.graph, bits.nbytes), bits, None, False))
+        small = Write(new_value(self.graph, bits.nbytes), bits, None, False)
+        pack = node_beside(maker, PACKED, (Operand(mask, layout),), small, (0,))
         self.behind.setdefault(maker, []).append(pack)
         packed = Packed(mask, pack)
         for users in late:
             args = (Operand(pack.writes[0].value, bits), layout.size, layout.stride)
             own = Write(new_value(self.graph, layout.nbytes), layout, None, False)
-            unpack = _node(users[0], UNPACKED, args, own, again=True)
+            unpack = node_beside(users[0], UNPACKED, args, own, (0,), again=True)
             for user in users:
                 redirect(user, {mask: unpack.writes[0].value})
             self.before.setdefault(users[0], []).append(unpack)
@@ -110,15 +110,6 @@ class _Packer:
         for node in self.graph.nodes:
             nodes += [*self.before.get(node, ()), node, *self.behind.get(node, ())]
         self.graph.nodes = nodes
-
-
-def _node(beside: Node, target: str, args: tuple[Arg, ...], write: Write, again: bool = False) -> Node:
-    """A new node that stands where ``beside`` does, and belongs to what that belongs to."""
-    node = Node(beside.index, target, args, (), (write,), returns=(0,), frame=beside.frame, instr=beside.instr,
-                segment=beside.segment, stage=beside.stage, changed=True, again=again)
-    write.value.producer = node
-    read(node)
-    return node
 
 
 def _keep_what_joins(graph: Graph, kernels: Kernels, made: list[Packed], remarks: Remarks) -> None:
