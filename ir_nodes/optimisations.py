@@ -41,7 +41,7 @@ OPTIMISATIONS: dict[str, str] = {
     "packed_rounding": "rounding to bfloat16 between two steps of a kernel is one instruction",
     "combo": "small kernels that do not depend on one another share a launch",
     "early_loads": "kernels that wait for memory load all their operands before they compute with one",
-    "early_stores": "results of rows in strips that wait for no sum are stored before it is taken",
+    "early_stores": "results of rows that wait for no sum are stored before it is taken",
     "numbered_arguments": "programs of a launch that kernels share find their arguments by number, not in branches",
     "templates": "matrix products with what follows them in one kernel, where LAZYSCHED_TEMPLATES asks and it measured faster",
     "attention": "attention in kernels of our own, where LAZYSCHED_ATTENTION asks for it",
