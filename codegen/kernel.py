@@ -57,6 +57,9 @@ class Offset:
     increment: int
 
 
+WAIT = "cuda.gdc_wait()"
+"""What a kernel begins with whose programs may be placed before the kernel before it has ended."""
+
 KernelArg = Pointer | Scalar | Size | Seed | Offset
 
 
@@ -76,6 +79,11 @@ class Kernel:
     divisible: tuple[str, ...]
     num_warps: int
     registers: int = 0
+
+    @property
+    def overlaps(self) -> bool:
+        """May it be launched while the kernel before it still runs?"""
+        return WAIT in self.source
 
 
 @dataclass(frozen=True, slots=True, eq=False)

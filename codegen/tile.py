@@ -52,6 +52,7 @@ class Tile:
     ragged: int = 0  # above 1: rows start on 16-byte boundaries and end off them; so many elements lie between two
     row: int = 0
     packs: bool = True  # does the machine round two floats to bfloat16 at a time?
+    overlaps: bool = False  # may programs be placed before the kernel before this one has ended?
     near: int = 0  # neighbours that share a maximum in a loop that sums exponentials, or 0: all of a block do
     mixed: bool = False  # programs walk ``share`` rows each, and sum columns beside
     strips: int = 0  # so many blocks along axis 1 hold a row, two or more; 0: one does, or it is walked

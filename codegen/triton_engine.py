@@ -107,7 +107,8 @@ def tuning_of(context: Context) -> Tuning:
     cores, blocks = device.multi_processor_count, device.max_threads_per_multi_processor // BLOCK
     programs, shared = cores * HOPPER.programs // HOPPER.cores, device.shared_memory_per_block_optin
     return replace(HOPPER, cores=cores, programs=programs, few=programs, philox_blocks=cores * blocks, packs=device.major >= 8,
-                   shared_bytes=min(HOPPER.shared_bytes, shared * 3 // 4), cached=min(HOPPER.cached, (shared >> 10) - RESERVED))
+                   overlaps=device.major >= 9, shared_bytes=min(HOPPER.shared_bytes, shared * 3 // 4),
+                   cached=min(HOPPER.cached, (shared >> 10) - RESERVED))
 
 
 def load_kernels(kernels: Sequence[Kernel], context: Context) -> dict[Kernel, Function]:
@@ -151,7 +152,8 @@ def emit_launch(step: KernelStep, compiled: Function, scratch: dict[int, int]) -
     instr = step.nodes[0].instr
 
     def add(program: Program) -> None:
-        program.launch(compiled.handle, step.grid, 32 * compiled.num_warps, compiled.shared, args, instr)
+        program.launch(compiled.handle, step.grid, 32 * compiled.num_warps, compiled.shared, step.kernel.overlaps,
+                       args, instr)
 
     numbers = tuple(arg.index for arg in step.args if isinstance(arg, Scalar))
     draws = tuple(dict.fromkeys(arg.generator.index for arg in step.args if isinstance(arg, (Seed, Offset))))

@@ -16,6 +16,7 @@ from typing import Any, Callable, Sequence
 import numpy
 import torch
 import triton.language as tl
+from triton.language.extra import cuda
 from triton.language.extra.cuda import libdevice
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
@@ -157,6 +158,8 @@ def interpret(kernel: Kernel, function: Callable[..., None]) -> Callable[[tuple[
         interpreter.interpreter_builder = _builder  # what older releases bind in the patches
         scope = interpreter._patch_lang(function)
         interpreter._patch_builtin(libdevice, _builder, scope)
+        for name in ("gdc_wait", "gdc_launch_dependents"):
+            scope.set_attr(cuda, name, lambda: None)  # one kernel runs at a time
         scope.set_attr(tl, "reduce", _reduce)
         scope.set_attr(tl, "inline_asm_elementwise", lambda *asked: _assembly(values, *asked))
         scope.set_attr(tl, "associative_scan", _scan)

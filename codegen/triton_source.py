@@ -10,6 +10,7 @@ from codegen.body import Body, Step
 from codegen.cached_source import CachedWriter
 from codegen.helpers import used
 from codegen.instructions import FULL
+from codegen.kernel import WAIT
 from codegen.online import ONLINE, end_lines, loop_lines
 from codegen.promotion import TRITON_TYPES
 from codegen.random_source import PHILOX
@@ -21,6 +22,7 @@ _HEADER = '''"""{title}"""
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 from triton.language.extra.cuda import libdevice
 
 
@@ -51,6 +53,9 @@ class SourceWriter(CachedWriter):
 
     def source(self, name: str, title: str) -> str:
         """The whole file."""
+        if self.tile.overlaps:
+            self._line(f"{WAIT}  # for the kernel before this one")
+            self._line("cuda.gdc_launch_dependents()  # programs of the next one may be placed, where they wait")
         self._prologue()
         self._passes()
         blocks = ["B0", "B1", "BK"] if self.tile.depth else ["B0", "B1"]

@@ -95,6 +95,7 @@ class Tuning:
     online_lane: int = 16
     stages: int = 3
     packs: bool = True  # False before compute capability 8
+    overlaps: bool = True  # False before compute capability 9
     peeled: int = 256
     covered: int = 256
     mixed_row: int = 8192
@@ -146,5 +147,5 @@ class Tuning:
 
 HOPPER = Tuning()
 INTERPRETER = Tuning(pointwise_block=1 << 16, transpose_side=256, tile=1 << 16, persistent=1 << 16, once=1 << 16, looped=1 << 14,
-                     online=1 << 14, programs=4, cores=1, few=0, cached=0, philox_blocks=0, overreads=True)
+                     online=1 << 14, programs=4, cores=1, few=0, cached=0, philox_blocks=0, overlaps=False, overreads=True)
 """The interpreter pays per instruction and program, not per element."""

@@ -42,6 +42,7 @@ OPTIMISATIONS: dict[str, str] = {
     "combo": "small kernels that do not depend on one another share a launch",
     "early_loads": "kernels that wait for memory load all their operands before they compute with one",
     "early_stores": "results of rows that wait for no sum are stored before it is taken",
+    "overlap_launches": "a kernel's programs are placed while the last ones of the kernel before it run",
     "numbered_arguments": "programs of a launch that kernels share find their arguments by number, not in branches",
     "templates": "matrix products with what follows them in one kernel, where LAZYSCHED_TEMPLATES asks and it measured faster",
     "attention": "attention in kernels of our own, where LAZYSCHED_ATTENTION asks for it",

@@ -191,7 +191,7 @@ class Recorded:
     def call(self, instr: int, slots: list[int], layouts: Any, alone: bool) -> None:
         self.ran.append(("call", slots))
 
-    def launch(self, function: int, grid: Any, threads: int, shared: int, args: Any, instr: int) -> None:
+    def launch(self, function: int, grid: Any, threads: int, shared: int, overlaps: bool, args: Any, instr: int) -> None:
         self.ran.append(("launch", args))
 
 
@@ -202,7 +202,7 @@ def test_steps_get_the_slots_and_offsets_of_the_plan() -> None:
     program: Any = Recorded()
     placed = Placed(program, memory.places)
     placed.call(0, [new, -1, -2], [], False)
-    placed.launch(0, (1, 1, 1), 32, 0, [(POINTER, new, 64), (POINTER + 1, new, 0)], 0)
+    placed.launch(0, (1, 1, 1), 32, 0, False, [(POINTER, new, 64), (POINTER + 1, new, 0)], 0)
     assert program.ran == [("call", [place.slot, -1, -2]), ("launch", [(POINTER, place.slot, 64), (POINTER + 1, new, 0)])]
 
 

@@ -26,6 +26,8 @@ def code(step: KernelStep) -> str:
 
 
 POINTWISE = '''def pointwise_add_relu(n1, n0, p0, p1, p2, B0: tl.constexpr, B1: tl.constexpr):
+    cuda.gdc_wait()  # for the kernel before this one
+    cuda.gdc_launch_dependents()  # programs of the next one may be placed, where they wait
     pid = tl.program_id(0)
     across = (n1 + B1 - 1) // B1
     row = pid // across
@@ -44,6 +46,8 @@ POINTWISE = '''def pointwise_add_relu(n1, n0, p0, p1, p2, B0: tl.constexpr, B1: 
 '''
 
 SOFTMAX = '''def reduce_softmax(n0, n1, p0, p1, B0: tl.constexpr, B1: tl.constexpr):
+    cuda.gdc_wait()  # for the kernel before this one
+    cuda.gdc_launch_dependents()  # programs of the next one may be placed, where they wait
     pid = tl.program_id(0)
     i0 = pid * B0 + tl.arange(0, B0)[:, None]
     m0 = i0 < n0
@@ -60,6 +64,8 @@ SOFTMAX = '''def reduce_softmax(n0, n1, p0, p1, B0: tl.constexpr, B1: tl.constex
 '''
 
 COLUMN_SUM = '''def reduce_sum(n1, n0, p0, p1, B0: tl.constexpr, B1: tl.constexpr):
+    cuda.gdc_wait()  # for the kernel before this one
+    cuda.gdc_launch_dependents()  # programs of the next one may be placed, where they wait
     pid = tl.program_id(0)
     i1 = pid * B1 + tl.arange(0, B1)[None, :]
     m1 = i1 < n1
@@ -74,7 +80,9 @@ COLUMN_SUM = '''def reduce_sum(n1, n0, p0, p1, B0: tl.constexpr, B1: tl.constexp
 '''
 
 
-LOSS = '''    pid = tl.program_id(0)
+LOSS = '''    cuda.gdc_wait()  # for the kernel before this one
+    cuda.gdc_launch_dependents()  # programs of the next one may be placed, where they wait
+    pid = tl.program_id(0)
     i0 = pid * B0 + tl.arange(0, B0)[:, None]
     base = i0 * s0 // 8 * 8
     last = (n1 - 1) // B1 * B1

@@ -77,9 +77,9 @@ Trace trace_for(const std::vector<at::Tensor>& tensors, DeviceIndex device) {
 }
 
 // `args`: (LaunchArg's kind, index, value)
-void add_launch(Program& p, uint64_t function, std::array<uint32_t, 3> grid, uint32_t threads, uint32_t shared,
+void add_launch(Program& p, uint64_t function, std::array<uint32_t, 3> grid, uint32_t threads, uint32_t shared, bool overlaps,
                 const std::vector<std::tuple<int, int32_t, int64_t>>& args, int32_t instr) {
-  Program::Launch l{reinterpret_cast<void*>(function), grid, threads, shared, {}};
+  Program::Launch l{reinterpret_cast<void*>(function), grid, threads, shared, overlaps, {}};
   for (auto [kind, index, value] : args) l.args.push_back({static_cast<Program::LaunchArg::Kind>(kind), index, value});
   p.steps.push_back({std::move(l), instr});
   p.launches++;

@@ -12,6 +12,19 @@ typedef struct {
   void *kernel, *context;
 } KernelNodeParams;  // CUDA_KERNEL_NODE_PARAMS
 
+typedef struct {
+  int what, gap;
+  union { int on; char all[64]; } value;
+} Attribute;  // CUlaunchAttribute
+
+typedef struct {
+  unsigned grid[3], block[3], shared;
+  void* stream;
+  Attribute* attributes;
+  unsigned count;
+} LaunchConfig;  // CUlaunchConfig
+
+enum { kOverlap = 6 };  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 enum { kMissing = -1 };  // no code of the driver's
 
 static void* find(const char* name) {
@@ -35,9 +48,13 @@ static const char* text(int code) {
   if (!name) name = (int (*)(__VA_ARGS__))find(#name);                   \
   if (!name) return text(kMissing);
 
-const char* lazysched_launch(void* function, const uint32_t* grid, uint32_t threads, uint32_t shared, void* stream, void** args) {
-  DRIVER(cuLaunchKernel, void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**)
-  return text(cuLaunchKernel(function, grid[0], grid[1], grid[2], threads, 1, 1, shared, stream, args, NULL));
+// `overlaps`: the kernel waits by itself for the one before it, so its blocks may be placed while that one's last blocks run.
+const char* lazysched_launch(void* function, const uint32_t* grid, uint32_t threads, uint32_t shared, int overlaps, void* stream,
+                             void** args) {
+  DRIVER(cuLaunchKernelEx, const LaunchConfig*, void*, void**, void**)
+  Attribute overlap = {kOverlap, 0, {1}};
+  const LaunchConfig all = {{grid[0], grid[1], grid[2]}, {threads, 1, 1}, shared, stream, &overlap, overlaps ? 1 : 0};
+  return text(cuLaunchKernelEx(&all, function, args, NULL));
 }
 
 // What the next launch on a stream that is being captured would wait for, and how many those are.

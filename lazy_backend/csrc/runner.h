@@ -13,7 +13,7 @@ namespace lazysched {
 
 // NVIDIA's driver, in driver.c. Each returns null, or what went wrong.
 extern "C" {
-const char* lazysched_launch(void* function, const uint32_t* grid, uint32_t threads, uint32_t shared, void* stream, void** args);
+const char* lazysched_launch(void* function, const uint32_t* grid, uint32_t threads, uint32_t shared, int overlaps, void* stream, void** args);
 const char* lazysched_last_captured(void* stream, void** node, size_t* count);
 const char* lazysched_set_kernel(void* exec, void* node, void* function, const uint32_t* grid, uint32_t threads, uint32_t shared,
                                  void** args);
@@ -182,7 +182,7 @@ struct Runner {
   void run(const Program::Launch& l, int32_t) {
     words.assign(l.args.size() + kScratch, 0);
     for (size_t i = 0; i < l.args.size(); i++) if (!captured || l.args[i].fixed()) words[i] = launch_word(l.args[i]);
-    check_driver(lazysched_launch(l.function, l.grid.data(), l.threads, l.shared, stream, pointers(words)), "a kernel's launch");
+    check_driver(lazysched_launch(l.function, l.grid.data(), l.threads, l.shared, l.overlaps, stream, pointers(words)), "a launch");
     if (captured) note_kernel(l);
   }
 
