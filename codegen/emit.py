@@ -73,7 +73,7 @@ def _launches(group: Group, outside: set[Value], scratch: Scratch, tuning: Tunin
         return [replace(_whole(body, tile, nodes, scratch, tuning), retile=retile)]
     share = _share(body, tuning)
     shares = -(-body.extent // share)
-    shares = whole_shares(shares, body.kept) if body.column else shares
+    shares = whole_shares(shares, body.kept, body) if body.column else shares
     first, second = split_body(body, shares, nodes[0])
     tile = lay_out(first, tuning, share, shares)
 

@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 
 from codegen import forms
-from codegen.aligned import KNOWN, cover, end_in_vectors, in_vectors, peel, row_stride
+from codegen.aligned import KNOWN, cover, end_in_vectors, in_a_vector, in_vectors, peel, row_stride
 from codegen.body import Body, Step, reduced_flags
 from codegen.cached_rows import cached_walk
 from codegen.columns import along_kept, column_blocks
@@ -172,12 +172,13 @@ def mixed_blocks(body: Body, tuning: Tuning) -> tuple[int, int, int, int, int]:
     warps = walking_warps(body, strip) if strip else whole
     programs = tuning.cores * max((8 if held > 2 else 16) // warps, 1)
     share = -(-body.kept // (programs * down)) * down
-    return down, along, warps, share, whole_shares(-(-body.kept // share), body.extent)
+    return down, along, warps, share, whole_shares(-(-body.kept // share), body.extent, body)
 
 
-def whole_shares(shares: int, row: int) -> int:
+def whole_shares(shares: int, row: int, body: Body) -> int:
     """As many programs, or a few more, so that each may take rows that lie alike."""
-    return -(-shares // 8) * 8 if row % 8 else shares
+    width = in_a_vector([step for step in body.steps if step.level == FULL])
+    return -(-shares // width) * width if row % width else shares
 
 
 def _mixed(body: Body, dims: tuple[int, ...], strides: Strides, split: tuple[tuple[int, ...], tuple[int, ...]],

@@ -158,8 +158,7 @@ def interpret(kernel: Kernel, function: Callable[..., None]) -> Callable[[tuple[
         interpreter.interpreter_builder = _builder  # what older releases bind in the patches
         scope = interpreter._patch_lang(function)
         interpreter._patch_builtin(libdevice, _builder, scope)
-        for name in ("gdc_wait", "gdc_launch_dependents"):
-            scope.set_attr(cuda, name, lambda: None)  # one kernel runs at a time
+        scope.set_attr(cuda, "gdc_wait", lambda: None)  # one kernel runs at a time
         scope.set_attr(tl, "reduce", _reduce)
         scope.set_attr(tl, "inline_asm_elementwise", lambda *asked: _assembly(values, *asked))
         scope.set_attr(tl, "associative_scan", _scan)

@@ -55,7 +55,6 @@ class SourceWriter(CachedWriter):
         """The whole file."""
         if self.tile.overlaps:
             self._line(f"{WAIT}  # for the kernel before this one")
-            self._line("cuda.gdc_launch_dependents()  # programs of the next one may be placed, where they wait")
         self._prologue()
         self._passes()
         blocks = ["B0", "B1", "BK"] if self.tile.depth else ["B0", "B1"]

@@ -208,7 +208,6 @@ def test_large_neighbours_wait_no_longer_than_they_do() -> None:
 GOLDEN = '''@triton.jit
 def lane0(program, n1, p0, a0, p1, B0: tl.constexpr, B1: tl.constexpr):
     cuda.gdc_wait()  # for the kernel before this one
-    cuda.gdc_launch_dependents()  # programs of the next one may be placed, where they wait
     pid = program
     i1 = pid * B1 + tl.arange(0, B1)
     m1 = i1 < n1

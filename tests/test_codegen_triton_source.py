@@ -27,7 +27,6 @@ def code(step: KernelStep) -> str:
 
 POINTWISE = '''def pointwise_add_relu(n1, n0, p0, p1, p2, B0: tl.constexpr, B1: tl.constexpr):
     cuda.gdc_wait()  # for the kernel before this one
-    cuda.gdc_launch_dependents()  # programs of the next one may be placed, where they wait
     pid = tl.program_id(0)
     across = (n1 + B1 - 1) // B1
     row = pid // across
@@ -47,7 +46,6 @@ POINTWISE = '''def pointwise_add_relu(n1, n0, p0, p1, p2, B0: tl.constexpr, B1: 
 
 SOFTMAX = '''def reduce_softmax(n0, n1, p0, p1, B0: tl.constexpr, B1: tl.constexpr):
     cuda.gdc_wait()  # for the kernel before this one
-    cuda.gdc_launch_dependents()  # programs of the next one may be placed, where they wait
     pid = tl.program_id(0)
     i0 = pid * B0 + tl.arange(0, B0)[:, None]
     m0 = i0 < n0
@@ -65,7 +63,6 @@ SOFTMAX = '''def reduce_softmax(n0, n1, p0, p1, B0: tl.constexpr, B1: tl.constex
 
 COLUMN_SUM = '''def reduce_sum(n1, n0, p0, p1, B0: tl.constexpr, B1: tl.constexpr):
     cuda.gdc_wait()  # for the kernel before this one
-    cuda.gdc_launch_dependents()  # programs of the next one may be placed, where they wait
     pid = tl.program_id(0)
     i1 = pid * B1 + tl.arange(0, B1)[None, :]
     m1 = i1 < n1
@@ -81,7 +78,6 @@ COLUMN_SUM = '''def reduce_sum(n1, n0, p0, p1, B0: tl.constexpr, B1: tl.constexp
 
 
 LOSS = '''    cuda.gdc_wait()  # for the kernel before this one
-    cuda.gdc_launch_dependents()  # programs of the next one may be placed, where they wait
     pid = tl.program_id(0)
     i0 = pid * B0 + tl.arange(0, B0)[:, None]
     base = i0 * s0 // 8 * 8
