@@ -64,13 +64,11 @@ def test_it_can_be_switched_off() -> None:
         assert not any(step.kernel.overlaps for step in made("pointwise"))
 
 
-def test_a_launch_says_so(tmp_path: Path) -> None:
-    """The interpreter passes over the waiting."""
+def test_the_interpreter_passes_over_the_waiting(tmp_path: Path) -> None:
     (step,) = made("pointwise")
     x, y = drawn(64, 96), drawn(64, 96, seed=1)
     out = torch.empty_like(x)
-    by_value = {"x": x, "y": y}
     run = triton_compile.interpret(step.kernel, tmp_path)
-    memory = iter([by_value["x"], by_value["y"], out])
-    run(step.grid, [next(memory) if kind.startswith("*") else arg.value for (_, kind), arg in zip(step.kernel.signature, step.args)])
+    memory = iter([x, y, out])
+    run(step.grid, [getattr(arg, "value", None) or next(memory) for arg in step.args])
     torch.testing.assert_close(out, F.gelu(x) + y)
