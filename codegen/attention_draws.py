@@ -1,10 +1,11 @@
-"""The kernel that draws what drops in attention, as Triton source. Imports `codegen.random_source` only.
+"""The kernel that draws what drops in attention, as Triton source. Imports `codegen.kernel` and `codegen.random_source` only.
 
 Bits lie in words of 32 keys, [batch * heads, keys / 32, queries], so that both passes load words of neighbouring queries.
 """
 
 from __future__ import annotations
 
+from codegen.kernel import WAIT
 from codegen.random_source import PHILOX
 
 PRECISION, ROUNDS = 12, 7
@@ -14,6 +15,7 @@ HEAD = '''"""{title}"""
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 
 '''
@@ -39,6 +41,7 @@ def _digits(bits, kept, number: tl.constexpr, seed, place, head, call, drawn):
 
 DRAW = HEAD + _PHILOX + _DIGITS + f'''@triton.jit
 def {{name}}({{parameters}}, B0: tl.constexpr, B1: tl.constexpr, CAUSAL: tl.constexpr):
+    {WAIT}
     row = tl.program_id(0) * B0
     word = tl.program_id(1) * B1
     head = tl.program_id(2)

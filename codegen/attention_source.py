@@ -1,4 +1,4 @@
-"""The kernels of attention, with dropout or without, as Triton source. Imports `codegen.attention_draws` only.
+"""The kernels of attention, with dropout or without, as Triton source. Imports `attention_draws` and `kernel` of codegen only.
 
 After Dao et al., FlashAttention (2022) and FlashAttention-2 (2023): scores are computed block by block and never stored, the
 softmax's maximum and sum are kept as a block is added, and the backward computes the probabilities again from each row's sum.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 
 from codegen.attention_draws import HEAD, PRECISION
+from codegen.kernel import WAIT
 
 _TILE = '''@triton.jit
 def _tile(base, row, stride, ROWS: tl.constexpr, D: tl.constexpr):
@@ -79,6 +80,7 @@ def _drop(x, words, row, column, queries, ROWS: tl.constexpr, COLUMNS: tl.conste
 _ENTRY = '''@triton.jit
 def {name}({parameters}, B0: tl.constexpr, B1: tl.constexpr,
            D: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr):
+    ''' + WAIT + '''
     block = tl.program_id(0) // group
 '''
 """How the kernels that attend begin: several heads' programs lie side by side."""

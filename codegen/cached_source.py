@@ -28,14 +28,16 @@ class CachedWriter(WordWriter):
     def _block(self, reduces: list[Step], stores: list[Step]) -> None:
         raise NotImplementedError
 
-    def _walk_cached(self, reduces: list[Step], stores: list[Step], first: bool, last: bool) -> None:
+    def _walked(self) -> tuple[Step, str]:
+        """What is loaded of the row, and its name."""
+        (load,) = (step for step in self.body.steps if step.stage == "load" and step.level == FULL)
+        return load, self._name(load)
+
+    def _walk_cached(self, reduces: list[Step], stores: list[Step], last: bool) -> None:
         """A walk over the row: the steps that are whole, other blocks, the row's ends, then what is held."""
         walk = self.tile.walk
         assert walk is not None
-        (load,) = (step for step in self.body.steps if step.stage == "load" and step.level == FULL)
-        name = self._name(load)
-        if first:
-            self._hold(load, name)
+        load, name = self._walked()
         self._hints = {"load": ', eviction_policy="evict_first"' if last else ', eviction_policy="evict_last"',
                        "store": ', cache_modifier=".cs"' if walk.streams else ""}
         starts = ["r", "r + B1", *(f"r + {number} * B1" for number in range(2, TOGETHER))]
@@ -54,10 +56,12 @@ class CachedWriter(WordWriter):
             self._compute(packed.format(f"{name}_held{number}"), self._start(number), reduces, stores)
         self._hints = {"load": "", "store": ""}
 
-    def _hold(self, load: Step, name: str) -> None:
-        """Where the whole steps end, and the blocks that wait in registers from here on."""
+    def _hold(self) -> None:
+        """Where the whole steps end, and the blocks that wait in registers from here on: loaded before what a row needs by itself
+        and waits for an index."""
         walk = self.tile.walk
         assert walk is not None
+        load, name = self._walked()
         step, end = f"({TOGETHER} * B1)", self._held_end()
         self._line(f"most = (last - {end}) // {step} * {step} + {end}" if end != "0" else f"most = last // {step} * {step}")
         for number in range(walk.held):

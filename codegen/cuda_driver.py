@@ -16,6 +16,7 @@ _DYNAMIC_SHARED = 8  # of cuFuncSetAttribute
 _SHARED_OPT_IN = 97  # of cuDeviceGetAttribute
 _PREFER_SHARED = 1
 _ALWAYS_SHARED = 48 << 10  # what a kernel may have without asking
+_OVERLAPS = 12_030  # the version from which on graphs hold launches that overlap
 
 
 class DriverError(RuntimeError):
@@ -35,6 +36,14 @@ class Function:
 def library() -> ctypes.CDLL:
     """The driver; PyTorch has loaded it. Raises OSError where there is none."""
     return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.cache
+def overlaps_launches() -> bool:
+    """May programs of a kernel be placed before the kernel before it has ended, in CUDA graphs, too?"""
+    version = ctypes.c_int()
+    call("cuDriverGetVersion", ctypes.byref(version))
+    return version.value >= _OVERLAPS
 
 
 def call(name: str, *arguments: Any) -> None:

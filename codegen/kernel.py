@@ -81,8 +81,8 @@ class Kernel:
     registers: int = 0
 
     @property
-    def overlaps(self) -> bool:
-        """May it be launched while the kernel before it still runs?"""
+    def waits(self) -> bool:
+        """Does it wait for the kernel before it by itself, and may be launched while that still runs?"""
         return WAIT in self.source
 
 

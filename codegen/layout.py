@@ -31,8 +31,7 @@ def lay_out(body: Body, tuning: Tuning, share: int = 0, shares: int = 0) -> Tile
     if not in_vectors(tile, body):
         threads = 2 if tile.reduced_axis == 0 and not tile.share else 1
         tile = replace(tile, stages=1, num_warps=min(threads * tile.num_warps, 32))
-    return replace(tile, packs=tuning.packs and settings.enabled("packed_rounding"),
-                   overlaps=tuning.overlaps and settings.enabled("overlap_launches"))
+    return replace(tile, packs=tuning.packs and settings.enabled("packed_rounding"), overlaps=tuning.overlaps)
 
 
 def _laid_out(body: Body, tuning: Tuning, share: int, shares: int) -> Tile:

@@ -7,7 +7,7 @@ from typing import Any, Sequence
 
 import torch
 
-from codegen import product_bench
+from codegen import cuda_driver, product_bench
 from codegen.attention import give_more, use_kernels
 from codegen.autotune import tuned
 from codegen.benchmark_fusion import measured_sides
@@ -150,10 +150,10 @@ def emit_extern(step: ExternStep, context: Context) -> Emit:
 def emit_launch(step: KernelStep, compiled: Function, scratch: dict[int, int]) -> Emit:
     args = [(ARGUMENT_KINDS.index(kind), index, value) for kind, index, value in (launch_arg(arg, scratch) for arg in step.args)]
     instr = step.nodes[0].instr
+    overlaps = step.kernel.waits and settings.enabled("overlap_launches") and cuda_driver.overlaps_launches()
 
     def add(program: Program) -> None:
-        program.launch(compiled.handle, step.grid, 32 * compiled.num_warps, compiled.shared, step.kernel.overlaps,
-                       args, instr)
+        program.launch(compiled.handle, step.grid, 32 * compiled.num_warps, compiled.shared, overlaps, args, instr)
 
     numbers = tuple(arg.index for arg in step.args if isinstance(arg, Scalar))
     draws = tuple(dict.fromkeys(arg.generator.index for arg in step.args if isinstance(arg, (Seed, Offset))))

@@ -91,12 +91,14 @@ class SourceWriter(CachedWriter):
             self._line("last = begin + tl.maximum(end - begin - 1, 0) // B1 * B1")  # some programs may have no summands
         elif self.tile.peel:
             self._line(f"last = ({self._extent(1)}{self._shifted(' + ')} - 1) // B1 * B1")
+        if self.tile.walk is not None:
+            self._hold()
         for number in range(last + 1):
             self._outer(number)
             here = [step for step in reduces if step.phase - 1 == number]
             if number == last:
                 self._settle()
-            self._loop(here, [step for step in stores if placed.get(id(step)) == number], (number == 0, number == last))
+            self._loop(here, [step for step in stores if placed.get(id(step)) == number], number == last)
         self._outer(last + 1)
         for step in stores:
             if id(step) not in placed:
@@ -177,15 +179,15 @@ class SourceWriter(CachedWriter):
                 if id(step) not in self._emitted:
                     self._emit(step)
 
-    def _loop(self, reduces: list[Step], stores: list[Step], which: tuple[bool, bool]) -> None:
-        """One pass; ``which``: is it the first, is it the last?"""
+    def _loop(self, reduces: list[Step], stores: list[Step], last: bool) -> None:
+        """One pass; ``last``: none comes behind it."""
         reduced = self.tile.reduced_axis
         assert reduced is not None
         self._begin(reduces)
         self._carry([*reduces, *stores])
         stages = f", num_stages={self.tile.stages}" if self.tile.stages > 1 else ""
         if self.tile.walk is not None:
-            self._walk_cached(reduces, stores, *which)
+            self._walk_cached(reduces, stores, last)
         elif self.tile.peel:
             ordered = any(step.stage == "scan" for step in self.body.steps)
             if self.tile.peel > 1:

@@ -11,13 +11,17 @@ import torch
 import torch.nn.functional as F
 from graphs import CACHE, drawn, kernels, record
 
-from codegen import triton_compile
+from codegen import cuda_driver, triton_compile
+from codegen.attention_draws import DRAW
+from codegen.attention_source import FORWARD, KEYS, QUERIES
 from codegen.combo import combine
 from codegen.fuse import plan
 from codegen.kernel import WAIT
+from codegen.triton_engine import emit_launch
 from codegen.tuning import HOPPER, INTERPRETER
 from ir_nodes import settings
 
+OLDER = HOPPER.changed("overlaps=0")
 MEMORY = re.compile(r"(ld|st|red|atom)\.(volatile\.)?global|cp\.async")
 
 PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], list[torch.Tensor]]]] = {
@@ -40,7 +44,7 @@ def made(name: str, **options: Any) -> list[Any]:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_kernels_wait_before_they_touch_memory(name: str) -> None:
     steps = made(name)
-    assert steps and all(step.kernel.overlaps for step in steps)
+    assert steps and all(step.kernel.waits for step in steps)
     for step in steps:
         lines = triton_compile.compile_for_hopper(step.kernel, CACHE).handle.asm["ptx"].splitlines()
         waits = [number for number, line in enumerate(lines) if "griddepcontrol.wait" in line]
@@ -54,14 +58,38 @@ def test_every_lane_of_a_combined_launch_waits() -> None:
     assert lanes and all(WAIT in lane for lane in lanes)
 
 
-@pytest.mark.parametrize("tuning", [INTERPRETER, HOPPER.changed("overlaps=0")], ids=["interpreter", "older GPUs"])
+@pytest.mark.parametrize("tuning", [INTERPRETER, OLDER], ids=["interpreter", "older GPUs"])
 def test_where_a_machine_can_not_kernels_do_not_wait(tuning: Any) -> None:
-    assert not any(step.kernel.overlaps for step in made("dropout and norm", tuning=tuning))
+    assert not any(step.kernel.waits for step in made("dropout and norm", tuning=tuning))
 
 
-def test_it_can_be_switched_off() -> None:
-    with settings.override(disable=frozenset(["overlap_launches"])):
-        assert not any(step.kernel.overlaps for step in made("pointwise"))
+class Launches:
+    """Stands for a native program."""
+
+    def __init__(self) -> None:
+        self.overlaps: list[bool] = []
+
+    def launch(self, function: int, grid: Any, threads: int, shared: int, overlaps: bool, args: Any, instr: int) -> None:
+        self.overlaps.append(overlaps)
+
+
+@pytest.mark.parametrize(("tuning", "disabled", "driver", "wanted"), [
+    (HOPPER, [], True, True), (HOPPER, ["overlap_launches"], True, False), (HOPPER, [], False, False), (OLDER, [], True, False),
+], ids=["Hopper", "switched off", "an old driver", "an older GPU"])  # fmt: skip
+def test_a_launch_says_whether_it_may_overlap(tuning: Any, disabled: list[str], driver: bool, wanted: bool,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_driver, "overlaps_launches", lambda: driver)
+    (step,) = made("pointwise", tuning=tuning)
+    launches: Any = Launches()
+    with settings.override(disable=frozenset(disabled)):
+        emit_launch(step, cuda_driver.Function(0, 0, 4), {}).add(launches)
+    assert launches.overlaps == [wanted]
+
+
+def test_attention_waits_too() -> None:
+    for source in (DRAW, FORWARD, QUERIES, KEYS):
+        entry = source[source.index("def {name}") :]
+        assert entry.index(WAIT) < min(entry.index(word) for word in ("tl.load(", "tl.store(", "return") if word in entry)
 
 
 def test_the_interpreter_passes_over_the_waiting(tmp_path: Path) -> None:
