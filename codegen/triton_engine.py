@@ -71,11 +71,12 @@ def generate(graph: Graph, planned: Plan, context: Context) -> Generated:
     base = len(graph.buffers)
     scratch = {temporary.id: base + index for index, temporary in enumerate(planned.temporaries)}
     emits = []
+    overlaps = context.cuda and overlap_launches(context)
     for step in planned.steps:
         if not isinstance(step, KernelStep):
             emits.append(emit_extern(step, context))
         elif context.cuda:
-            emits.append(emit_launch(step, ready[step.kernel], scratch))
+            emits.append(emit_launch(step, ready[step.kernel], scratch, overlaps and step.kernel.waits))
         else:
             emits.append(emit_interpreted(step, ready[step.kernel], base))
     return emits, [temporary.nbytes for temporary in planned.temporaries]
@@ -99,6 +100,10 @@ RESERVED = 7
 """KiB of a multiprocessor's cache that rows are left out of, beside what no program may have of it."""
 
 
+OVERLAPS = 9
+"""The compute capability from which on kernels can wait for the one before them by themselves."""
+
+
 def tuning_of(context: Context) -> Tuning:
     """What suits the machine."""
     if not context.cuda:
@@ -107,8 +112,20 @@ def tuning_of(context: Context) -> Tuning:
     cores, blocks = device.multi_processor_count, device.max_threads_per_multi_processor // BLOCK
     programs, shared = cores * HOPPER.programs // HOPPER.cores, device.shared_memory_per_block_optin
     return replace(HOPPER, cores=cores, programs=programs, few=programs, philox_blocks=cores * blocks, packs=device.major >= 8,
-                   overlaps=device.major >= 9, shared_bytes=min(HOPPER.shared_bytes, shared * 3 // 4),
+                   overlaps=device.major >= OVERLAPS, shared_bytes=min(HOPPER.shared_bytes, shared * 3 // 4),
                    cached=min(HOPPER.cached, (shared >> 10) - RESERVED))
+
+
+def overlap_launches(context: Context) -> bool:
+    """May programs of kernels that wait be placed before the kernel before them has ended?"""
+    if not settings.enabled("overlap_launches"):
+        return False
+    reason = "" if cuda_driver.overlaps_launches() else "the driver is older than CUDA 12.3's"
+    if torch.cuda.get_device_properties(context.device).major < OVERLAPS:
+        reason = f"the GPU is older than compute capability {OVERLAPS}.0"
+    if reason and context.remarks is not None:
+        context.remarks.refused("overlap_launches", "", reason)
+    return not reason
 
 
 def load_kernels(kernels: Sequence[Kernel], context: Context) -> dict[Kernel, Function]:
@@ -147,10 +164,10 @@ def emit_extern(step: ExternStep, context: Context) -> Emit:
     return emit_own(step.node, as_op(step.node.target, step.algorithm, multiplier))
 
 
-def emit_launch(step: KernelStep, compiled: Function, scratch: dict[int, int]) -> Emit:
+def emit_launch(step: KernelStep, compiled: Function, scratch: dict[int, int], overlaps: bool = False) -> Emit:
+    """``overlaps``: it waits by itself for the kernel before it."""
     args = [(ARGUMENT_KINDS.index(kind), index, value) for kind, index, value in (launch_arg(arg, scratch) for arg in step.args)]
     instr = step.nodes[0].instr
-    overlaps = step.kernel.waits and settings.enabled("overlap_launches") and cuda_driver.overlaps_launches()
 
     def add(program: Program) -> None:
         program.launch(compiled.handle, step.grid, 32 * compiled.num_warps, compiled.shared, overlaps, args, instr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Callable
 
 import pytest
@@ -15,11 +16,13 @@ from codegen import cuda_driver, triton_compile
 from codegen.attention_draws import DRAW
 from codegen.attention_source import FORWARD, KEYS, QUERIES
 from codegen.combo import combine
+from codegen.engine import Context
 from codegen.fuse import plan
 from codegen.kernel import WAIT
-from codegen.triton_engine import emit_launch
+from codegen.triton_engine import emit_launch, overlap_launches
 from codegen.tuning import HOPPER, INTERPRETER
 from ir_nodes import settings
+from ir_nodes.remarks import Remarks
 
 OLDER = HOPPER.changed("overlaps=0")
 MEMORY = re.compile(r"(ld|st|red|atom)\.(volatile\.)?global|cp\.async")
@@ -63,6 +66,20 @@ def test_where_a_machine_can_not_kernels_do_not_wait(tuning: Any) -> None:
     assert not any(step.kernel.waits for step in made("dropout and norm", tuning=tuning))
 
 
+@pytest.mark.parametrize(("arch", "disabled", "driver", "reason"), [
+    (9, [], True, None), (12, [], True, None), (9, ["overlap_launches"], True, None),
+    (9, [], False, "the driver is older than CUDA 12.3's"), (8, [], True, "the GPU is older than compute capability 9.0"),
+], ids=["Hopper", "Blackwell", "switched off", "an old driver", "an older GPU"])  # fmt: skip
+def test_launches_overlap_where_machine_and_driver_can(arch: int, disabled: list[str], driver: bool, reason: str | None,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_driver, "overlaps_launches", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=arch))
+    remarks = Remarks()
+    with settings.override(disable=frozenset(disabled)):
+        assert overlap_launches(Context(True, 0, Path(CACHE), remarks=remarks)) == (reason is None and not disabled)
+    assert [remark.why for remark, _ in remarks.all()] == [reason] * (reason is not None)
+
+
 class Launches:
     """Stands for a native program."""
 
@@ -73,17 +90,12 @@ class Launches:
         self.overlaps.append(overlaps)
 
 
-@pytest.mark.parametrize(("tuning", "disabled", "driver", "wanted"), [
-    (HOPPER, [], True, True), (HOPPER, ["overlap_launches"], True, False), (HOPPER, [], False, False), (OLDER, [], True, False),
-], ids=["Hopper", "switched off", "an old driver", "an older GPU"])  # fmt: skip
-def test_a_launch_says_whether_it_may_overlap(tuning: Any, disabled: list[str], driver: bool, wanted: bool,
-                                              monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_driver, "overlaps_launches", lambda: driver)
-    (step,) = made("pointwise", tuning=tuning)
+def test_a_launch_says_whether_it_may_overlap() -> None:
+    (step,) = made("pointwise")
     launches: Any = Launches()
-    with settings.override(disable=frozenset(disabled)):
-        emit_launch(step, cuda_driver.Function(0, 0, 4), {}).add(launches)
-    assert launches.overlaps == [wanted]
+    for overlaps in (True, False):
+        emit_launch(step, cuda_driver.Function(0, 0, 4), {}, overlaps).add(launches)
+    assert launches.overlaps == [True, False]
 
 
 def test_attention_waits_too() -> None:
