@@ -48,6 +48,8 @@ def fuse(graph: Graph, context: Context) -> Plan:
     if not context.cuda:
         return combine(plan(graph, tuning=tuning, lowered=context.lowered, remarks=remarks))
     give_more(graph, context)
+    if remarks is not None and (reason := why_not_overlapping(context)):
+        remarks.refused("overlap_launches", "", reason)
     timer = on_gpu(context.kernel_dir, context.device) if context.measures else remembered
     where = (context.kernel_dir, context.device, timer, remarks)
     sides, products = measured_sides(graph, tuning, *where), measured_products(graph, tuning, *where)
@@ -71,7 +73,7 @@ def generate(graph: Graph, planned: Plan, context: Context) -> Generated:
     base = len(graph.buffers)
     scratch = {temporary.id: base + index for index, temporary in enumerate(planned.temporaries)}
     emits = []
-    overlaps = context.cuda and overlap_launches(context)
+    overlaps = context.cuda and settings.enabled("overlap_launches") and not why_not_overlapping(context)
     for step in planned.steps:
         if not isinstance(step, KernelStep):
             emits.append(emit_extern(step, context))
@@ -116,16 +118,11 @@ def tuning_of(context: Context) -> Tuning:
                    cached=min(HOPPER.cached, (shared >> 10) - RESERVED))
 
 
-def overlap_launches(context: Context) -> bool:
-    """May programs of kernels that wait be placed before the kernel before them has ended?"""
-    if not settings.enabled("overlap_launches"):
-        return False
-    reason = "" if cuda_driver.overlaps_launches() else "the driver is older than CUDA 12.3's"
+def why_not_overlapping(context: Context) -> str:
+    """Why no programs of a kernel are placed before the kernel before it has ended; "": those of kernels that wait are."""
     if torch.cuda.get_device_properties(context.device).major < OVERLAPS:
-        reason = f"the GPU is older than compute capability {OVERLAPS}.0"
-    if reason and context.remarks is not None:
-        context.remarks.refused("overlap_launches", "", reason)
-    return not reason
+        return f"the GPU is older than compute capability {OVERLAPS}.0"
+    return "" if cuda_driver.overlaps_launches() else "the driver is older than CUDA 12.3's"
 
 
 def load_kernels(kernels: Sequence[Kernel], context: Context) -> dict[Kernel, Function]:
