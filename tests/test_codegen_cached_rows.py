@@ -69,6 +69,14 @@ def test_as_many_blocks_are_held_as_leave_whole_steps(offset: int) -> None:
     assert 2 <= held <= 5 and ((extent - 1) // 2_048 - first - held) % 4 == 0
 
 
+def test_what_is_held_does_not_wait_for_a_rows_index() -> None:
+    (kernel,) = cached(*inputs(50_264))
+    lines = kernel.source.splitlines()
+    held = max(number for number, line in enumerate(lines) if "_held" in line and "tl.load(" in line)
+    picks = min(number for number, line in enumerate(lines) if "device_assert" in line)
+    assert held < picks
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_floats(dtype: torch.dtype) -> None:
     x, target = inputs(50_264, dtype)

@@ -134,15 +134,27 @@ def lane(step: KernelStep) -> int:
 
 
 def test_what_a_cache_holds_does_not_take_elements_from_threads() -> None:
-    """Tables that all heads share, and both halves of what is read anyway; halves that are tensors of their own do."""
+    """Tables that all heads share; halves that are tensors of their own do."""
     x = torch.randn(8, 1024, 16, 64).bfloat16()
     cos, sin = torch.randn(1024, 1, 64).bfloat16(), torch.randn(1024, 1, 64).bfloat16()
-    near = only(rotary, x, cos, sin)
+    near = only(lambda x, cos, sin: x * cos + sin, x, cos, sin)
     assert lane(near) == 16 and lane(only(lambda x: x * 2 + 1, x)) == 16
     gate = lambda x, y: (x * 2 + y) * (x - y)  # noqa: E731
     wide = [torch.randn(8, 1024, 512).bfloat16() for _ in range(2)]
     many = lambda a, b: gate(a[..., :256], b[..., :256]) + gate(a[..., 256:], b[..., 256:])  # noqa: E731
     assert lane(only(many, *wide)) == 8
+
+
+@pytest.mark.parametrize(("dtype", "each"), [(torch.bfloat16, 8), (torch.float32, 4)], ids=str)
+def test_one_vector_of_each_operand_where_elements_read_one_half_or_the_other(dtype: torch.dtype, each: int) -> None:
+    """Unless rows are read in another order than they are written."""
+    x = torch.randn(8, 1024, 16, 64).to(dtype)
+    cos, sin = torch.randn(1024, 1, 64).to(dtype), torch.randn(1024, 1, 64).to(dtype)
+    step = only(rotary, x, cos, sin)
+    assert lane(step) == each and step.kernel.num_warps == 4
+    across = x.transpose(1, 2).contiguous().transpose(1, 2)
+    other = lane(only(lambda *all: rotary(*all).contiguous(), across, cos, sin))
+    assert other == 2 * each
 
 
 @DTYPES
