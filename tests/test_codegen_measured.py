@@ -41,6 +41,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "machine_name", lambda device: "a GPU")
     monkeypatch.setattr(triton_engine, "tuning_of", lambda context: HOPPER)
     monkeypatch.setattr(triton_engine, "warm_up", lambda folder, nodes: None)
+    monkeypatch.setattr(triton_engine, "why_not_overlapping", lambda context: "")
 
 
 def graph() -> Graph:

@@ -16,10 +16,21 @@ from tests.children import ROOT
 FAKE = r"""
 #include <stdio.h>
 #include <stdint.h>
-int cuLaunchKernel(void* f, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz, unsigned shared,
-                   void* stream, void** args, void** extra) {
-  printf("launch %p %u %u %u %u %u %u %u %p %lu %d\n", f, x, y, z, bx, by, bz, shared, stream, *(unsigned long*)args[0],
-         extra != 0);
+typedef enum { PROGRAMMATIC_STREAM_SERIALIZATION = 6 } AttributeID;
+typedef union { char pad[64]; int programmaticStreamSerializationAllowed; } AttributeValue;
+typedef struct { AttributeID id; char pad[8 - sizeof(AttributeID)]; AttributeValue value; } Attribute;
+typedef struct {
+  unsigned gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes;
+  void* hStream;
+  Attribute* attrs;
+  unsigned numAttrs;
+} Config;
+int cuLaunchKernelEx(const Config* c, void* f, void** args, void** extra) {
+  printf("launch %p %u %u %u %u %u %u %u %p %lu %d", f, c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY,
+         c->blockDimZ, c->sharedMemBytes, c->hStream, *(unsigned long*)args[0], extra != 0);
+  for (unsigned i = 0; i < c->numAttrs; i++)
+    printf(" %d: %d", c->attrs[i].id, c->attrs[i].value.programmaticStreamSerializationAllowed);
+  printf("\n");
   return f == (void*)0x66 ? 700 : 0;
 }
 int cuGetErrorString(int code, const char** text) { *text = code == 700 ? "an illegal memory access" : 0; return 0; }
@@ -53,7 +64,8 @@ def talk(shim: str) -> None:
     grid, word = (ctypes.c_uint32 * 3)(4, 5, 6), ctypes.c_uint64(42)
     args = (ctypes.c_void_p * 1)(ctypes.addressof(word))
     pointer = ctypes.c_void_p
-    said = [lib.lazysched_launch(pointer(f), grid, 128, 64, pointer(0x55), args) for f in (0x11, 0x66)]
+    kernels = ((pointer(0x11), 0), (pointer(0x66), 1))  # the second overlaps
+    said = [lib.lazysched_launch(kernel, grid, 128, 64, overlaps, pointer(0x55), args) for kernel, overlaps in kernels]
     node, count, made = pointer(), ctypes.c_size_t(), pointer(0x21)
     said.append(lib.lazysched_last_captured(pointer(0x55), ctypes.byref(node), ctypes.byref(count)))
     said.append(lib.lazysched_set_kernel(made, node, pointer(0x11), grid, 128, 64, args))
@@ -77,7 +89,7 @@ def test_calls_reach_the_driver_as_cuda_declares_them(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "launch 0x11 4 5 6 128 1 1 64 0x55 42 0",
-        "launch 0x66 4 5 6 128 1 1 64 0x55 42 0",
+        "launch 0x66 4 5 6 128 1 1 64 0x55 42 0 6: 1",
         "set 0x21 0x77 0x11 4 5 6 128 1 1 64 42 0",
         "run 0x21 0x55",
         f"{[None, 'an illegal memory access', None, None, None]} {0x77} 1",
