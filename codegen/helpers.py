@@ -129,14 +129,13 @@ SHARE = '''
 @triton.jit
 def _share(a, b, c):
     q = a * c
-    q = tl.fma(tl.fma(-q, b, a), c, q)
     return tl.fma(tl.fma(-q, b, a), c, q)
 
 
 '''
-"""``a / b`` as a division rounds it, where ``c`` is 1 / b and ``b`` lies from 1 to 2**64: in five instructions, without the
-branch that a division takes wherever ``a`` is zero, as it is behind a mask. (Two corrections as in Markstein, 1990; with one,
-divisors whose bits are all ones are rounded wrong at times. Quotients below 2**-100 may be the next number.)"""
+"""``a / b`` as a division rounds it, where ``c`` is 1 / b and ``b`` lies from 1 to 2**64: in three instructions, without the
+branch that a division takes wherever ``a`` is zero, as it is behind a mask. (The correction is that of Markstein, 1990, who
+excepts divisors whose bits are all ones. Quotients below 2**-100 may be the next number.)"""
 
 HELPERS = {"_pow(": POW, "_tanh(": TANH, "_tanh_16(": TANH_16, "_normal(": NORMAL, "_logistic(": LOGISTIC, "_bf16(": BF16,
            ", _mul)": MUL, "_logaddexp": LOGADDEXP, "_as_loaded(": AS_LOADED,

@@ -1,4 +1,4 @@
-"""Merges a row's maximum and its sum of exponentials into one pass. Imports codegen's leaf modules.
+"""Merges a row's maximum and its sum of exponentials into one pass. Imports torch and codegen's leaf modules.
 
 After "Online normalizer calculation for softmax" (Milakov and Gimelshein, 2018): the running sum is rescaled whenever the
 running maximum grows, here once a block. Worth it where the row does not fit in registers, so that each pass reads memory.
@@ -6,12 +6,16 @@ running maximum grows, here once a block. Worth it where the row does not fit in
 
 from __future__ import annotations
 
+import torch
+
 from codegen.body import Body, Step
 
 ONLINE = "exp_add"
 _EXPONENTIALS = ("libdevice.exp({0})", "tl.exp({0})", "libdevice.fast_expf({0})")
-_BESIDE_ONE = {"tl.exp": "libdevice.fast_expf"}
-"""What sums of at least 1 may take instead: it flushes denormal results to zero and is three instructions shorter."""
+_BESIDE_ONE = ("libdevice.exp", "tl.exp")
+"""What sums of at least 1 may take the fast function instead of: it flushes denormal results to zero, and is off by some 1e-7 of
+a term for each unit below the maximum, of terms that are the smaller for it. A softmax of 50,257 in float32 spends 2 % of its
+time on the difference."""
 
 
 def merge_passes(body: Body) -> None:
@@ -24,7 +28,8 @@ def merge_passes(body: Body) -> None:
             found = _pair(step.args[0])
             if found is not None:
                 value, highest, exponential = found
-                step.text, step.args, step.payload = ONLINE, (value, highest), _BESIDE_ONE.get(exponential, exponential)
+                fast = exponential in _BESIDE_ONE and step.dtype is torch.float32
+                step.text, step.args, step.payload = ONLINE, (value, highest), "libdevice.fast_expf" if fast else exponential
     for step in body.steps:
         if step.text == ONLINE and step.stage == "reduce":
             step.phase = step.args[1].phase
