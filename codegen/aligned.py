@@ -18,7 +18,7 @@ from codegen.instructions import FULL, IN_BITS
 from ir_nodes import settings
 
 if TYPE_CHECKING:
-    from codegen.tile import Axis, Tile
+    from codegen.tile import Axis, Strides, Tile
 
 KNOWN = 16
 """What the compiler is told that sizes and strides are multiples of."""
@@ -39,7 +39,7 @@ def walked(dims: tuple[int, ...], strides: tuple[int, ...], axes: tuple[Axis | N
 
 def peel(tile: Tile, body: Body) -> Tile:
     """The tile with the rows' ends taken off where that lets whole blocks run without masks, loading 16 bytes at a time."""
-    full = [step for step in body.steps if step.level == FULL and step.access is not None and id(step) in tile.strides]
+    full = over_rows(body, tile.strides)
     strides, width = _row_strides(tile, full), in_a_vector(full)
     if not settings.enabled("aligned_rows"):
         return tile
@@ -56,7 +56,7 @@ def cover(tile: Tile, body: Body, shortest: int) -> Tile:
     """The tile, whose programs take one row or every ``shares``-th: where rows start off boundaries, they load 16 bytes at a time
     nevertheless. Rows below ``shortest`` elements are left as they are, and rows that fill their lanes, so that none are left for
     what lies between a boundary and a row's start."""
-    full = [step for step in body.steps if step.level == FULL and step.access is not None and id(step) in tile.strides]
+    full = over_rows(body, tile.strides)
     strides, width = _row_strides(tile, full), in_a_vector(full)
     if not settings.enabled("aligned_rows") or len(strides) != 1 or not strides[0] % width or tile.shares % width:
         return tile
@@ -71,7 +71,7 @@ def end_in_vectors(tile: Tile, body: Body, shortest: int) -> Tile:
     that the compiler does not know to be aligned. Rows below ``shortest`` elements are left as they are."""
     if tile.peel > 1 or tile.covered or tile.depth or tile.axes[0] is None or tile.axes[2] is not None or body.backwards:
         return tile
-    full = [step for step in body.steps if step.stage in ("load", "store") and step.level == FULL and id(step) in tile.strides]
+    full = [step for step in over_rows(body, tile.strides) if step.stage in ("load", "store")]
     strides, width = _row_strides(tile, full), in_a_vector(full)
     cut = tile.share and tile.reduced_axis == 1 and not tile.mixed  # programs' shares of a row begin anywhere
     if not settings.enabled("aligned_rows") or cut or len(strides) != 1 or strides[0] % width:
@@ -86,7 +86,7 @@ def end_in_vectors(tile: Tile, body: Body, shortest: int) -> Tile:
 
 def row_stride(tile: Tile, body: Body) -> int:
     """How far apart rows lie in all operands, 0 where that differs."""
-    strides = _row_strides(tile, [step for step in body.steps if step.level == FULL and step.access and id(step) in tile.strides])
+    strides = _row_strides(tile, over_rows(body, tile.strides))
     return strides[0] if len(strides) == 1 else 0
 
 
@@ -96,9 +96,14 @@ def in_vectors(tile: Tile, body: Body) -> bool:
     rows, along = tile.axes[0], tile.axes[1]
     if tile.depth or rows is None or rows.block == 1 or tile.covered or tile.ragged or tile.peel > 1 or not along.dims:
         return True
-    full = [step for step in body.steps if step.stage == "load" and step.level == FULL and id(step) in tile.strides]
+    full = [step for step in over_rows(body, tile.strides) if step.stage == "load"]
     apart = {stride for step in full for stride in tile.strides[id(step)] if stride > 1}
     return all(size % KNOWN == 0 for size in (*apart, tile.dims[along.dims[-1]]))
+
+
+def over_rows(body: Body, strides: Strides) -> list[Step]:
+    """The accesses to memory that differ from element to element and are walked by these ``strides``."""
+    return [step for step in body.steps if step.access is not None and step.level == FULL and id(step) in strides]
 
 
 def in_a_vector(steps: Sequence[Step]) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from codegen.aligned import KNOWN, in_a_vector, peel
+from codegen.aligned import KNOWN, in_a_vector, over_rows, peel
 from codegen.body import Body
 from codegen.draws import WORDS, Stream
 from codegen.instructions import FULL
@@ -60,7 +60,7 @@ def _in_parts(body: Body, dims: tuple[int, ...], strides: Strides) -> bool:
     """Does each element read one part or another of what lies as programs walk, in whole vectors? Half of what such a thread
     loads is nothing, and is waited for: a rotary embedding takes up to 9 % less time with one vector of each operand, its
     gradient, which reads rows in another order than it writes them, up to 18 % more."""
-    moved = [step for step in body.steps if step.access is not None and step.level == FULL and id(step) in strides]
+    moved = over_rows(body, strides)
     parts = [step for step in moved if step.stage == "load" and step.args]
     alongs = {strides[id(step)] for step in moved if all(strides[id(step)])}
     return bool(parts) and len(alongs) == 1 and not dims[-1] % (2 * in_a_vector(moved))
@@ -134,7 +134,7 @@ def _run(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuning) ->
     if there are such."""
     if len(dims) <= 1 or dims[-1] < 16:
         return len(dims)
-    full = [step for step in body.steps if step.stage in ("load", "store") and step.level == FULL and id(step) in strides]
+    full = [step for step in over_rows(body, strides) if step.stage in ("load", "store")]
     width = in_a_vector(full)
     picks = any(step.stage in ("gather", "take") for step in body.steps)
     if picks or not dims[-1] % width or dims[-1] >= tuning.run_on or not settings.enabled("aligned_rows"):

@@ -26,7 +26,7 @@ from ir_nodes.ops import COLLECTIVE, info
 from ir_nodes.remarks import Remarks
 from ir_nodes.rewrite import redirect
 
-PART = 1 / 320
+PART = 1 / 640
 """Of a step's estimated time, what all copies may take."""
 ENOUGH = 1 << 28
 """Bytes: where less is held at most, nothing is done."""
