@@ -110,7 +110,7 @@ def layouts(target: str, args: Arguments, metas: Arguments, device: torch.device
     doubt, base = doubts(target), ops.split(target)[1]
     try:
         untold = base.startswith(_SHAPED_BY_RUNNING)
-        given, returns = ((), []) if untold else (metas, [] if base in _UPDATES else call(target, metas))
+        given, returns = ((), []) if untold else (metas, [] if base in _UPDATES else call(target, schema.for_meta(target, metas)))
     except Exception as error:
         if isinstance(error, NotImplementedError):
             raise Refusal(MISSING) from None

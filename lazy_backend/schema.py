@@ -125,6 +125,15 @@ def arg_kinds(schema: torch._C.FunctionSchema, base: str) -> list[ArgKind]:
     return kinds
 
 
+def for_meta(target: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``args``, in schema order, as a Meta kernel reads them rightly: a norm's dimensions counted from the front, for torch 2.11
+    keeps those of one element that are counted from the end."""
+    if ops.split(target)[1] != "linalg_vector_norm" or args[2] is None:
+        return args
+    count = args[0].dim()
+    return (*args[:2], [dim + count if -count <= dim < 0 else dim for dim in args[2]], *args[3:])
+
+
 def is_factor(arg: Any) -> bool:
     return arg.name in _FACTORS and str(arg.type) == "number" and arg.default_value == 1
 

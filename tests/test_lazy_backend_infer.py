@@ -111,3 +111,21 @@ def test_a_large_batch_gets_the_layouts_that_a_few_of_its_samples_get(monkeypatc
     for ours, eager in zip(*results.values()):
         assert ours.stride() == eager.stride() and ours.shape == eager.shape
         torch.testing.assert_close(ours.cpu(), eager.cpu(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dim", [-1, 0, (-1, -2), (0, -1), None])
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_norms_over_dimensions_of_one_element(dim: object, keepdim: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is too much to try them, Meta's word has to do, and torch 2.11's counts dimensions from the front only."""
+    monkeypatch.setattr(infer, "MOST_BYTES", 0)
+    x = torch.randn(7, 1, 1)
+    wanted = torch.linalg.vector_norm(x, dim=dim, keepdim=keepdim)
+    found = torch.linalg.vector_norm(x.to(DEVICE), dim=dim, keepdim=keepdim)
+    assert found.shape == wanted.shape
+    torch.testing.assert_close(found.cpu(), wanted)
+
+
+def test_a_norm_over_a_dimension_that_is_not_there_is_eagers_error() -> None:
+    for dim in (2, -3):
+        with pytest.raises(IndexError, match="Dimension out of range"):
+            torch.linalg.vector_norm(torch.ones(3, 1, device=DEVICE), dim=dim)
