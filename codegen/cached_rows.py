@@ -57,8 +57,8 @@ class Walk:
 
 
 def cached_walk(body: Body, tuning: Tuning, stride: int) -> Walk | None:
-    """The way through rows that lie ``stride`` elements apart, or None where they are short or few, longer than the cache, or
-    more than one operand's."""
+    """The way through rows that lie ``stride`` elements apart, or None where they are short or few, many times as long as the
+    cache, or more than one operand's."""
     operand = _only_operand(body)
     if operand is None or not tuning.cached or body.kept <= tuning.few or not settings.enabled("cached_rows"):
         return None
