@@ -28,8 +28,8 @@ many blocks stay in registers that nothing is (on an H200, 50,264 logits of 12 b
 
 WAYS = ((8, 3), (16, 4), (32, 4))
 """Warps of a row, and blocks that stay in registers at least; up to three more do. What lies there leaves room in the cache: of
-rows of 128,256 in float32, which are longer than it, seven blocks instead of three save a tenth of the time on an H200, and of
-softmax's results of 16 bits as much. A loss computes with more at a time: seven blocks of 16 bits beside it do not fit, four to
+rows of 128,256 in float32, which are longer than it, seven blocks instead of three save a twentieth of the time on an H200, of a
+softmax of as many in 16 bits a tenth. A loss computes with more at a time: seven blocks of 16 bits beside it do not fit, four to
 six do."""
 
 LONGEST = 5
