@@ -29,8 +29,10 @@ many blocks stay in registers that nothing is (on an H200, 50,264 logits of 12 b
 WAYS = ((8, 3), (16, 4), (32, 4))
 """Warps of a row, and blocks that stay in registers at least; up to three more do. What lies there leaves room in the cache: of
 rows of 128,256 in float32, which are longer than it, seven blocks instead of three save a twentieth of the time on an H200, of a
-softmax of as many in 16 bits a tenth. A loss computes with more at a time: seven blocks of 16 bits beside it do not fit, four to
-six do."""
+softmax of as many in 16 bits a tenth."""
+
+PRESSED = 3
+"""The same of a 16-bit loss that leaves its gradient: beside what it computes with at a time six blocks fit and seven do not."""
 
 LONGEST = 5
 """How many times as long as what the cache holds rows may be: what it does hold is still read once. On an H100 rows of 256,000 in
@@ -66,13 +68,14 @@ def cached_walk(body: Body, tuning: Tuning, stride: int) -> Walk | None:
     row, room = body.extent * width, tuning.cached << 10
     if body.extent <= HELD[width, makes_gradient(body)] or row > LONGEST * room:
         return None
+    pressed = width == 2 and makes_gradient(body)
     for warps, least in WAYS:
         block = warps * 32 * 16 // width
         whole = (body.extent - 1) // block - (stride * width % 16 > 0)
-        least = max(min(least, 3 if width == 2 and makes_gradient(body) else least, whole - TOGETHER), 0)
+        least = min(PRESSED if pressed else least, whole - TOGETHER)
         held = least + (whole - least) % TOGETHER
         fits = (row - held * block * width) * (32 // warps) <= room
-        if whole >= held + TOGETHER and (fits or warps == 32):
+        if whole >= TOGETHER and (fits or warps == 32):
             return Walk(warps, block, width, held, body.numel * width >= STREAM)
     return None
 

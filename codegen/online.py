@@ -9,13 +9,14 @@ from __future__ import annotations
 import torch
 
 from codegen.body import Body, Step
+from codegen.exponents import ROUGH
 
 ONLINE = "exp_add"
-_EXPONENTIALS = ("libdevice.exp({0})", "tl.exp({0})", "libdevice.fast_expf({0})")
-_BESIDE_ONE = ("libdevice.exp", "tl.exp")
-"""What sums of at least 1 may take the fast function instead of: it flushes denormal results to zero, and is off by some 1e-7 of
-a term for each unit below the maximum, of terms that are the smaller for it. A softmax of 50,257 in float32 spends 2 % of its
-time on the difference."""
+_EXPONENTIALS = ("libdevice.exp({0})", "tl.exp({0})", ROUGH)
+_BESIDE_ONE = ROUGH.removesuffix("({0})")
+"""What sums of at least 1 in float32 take: it flushes denormal results to zero, and is off by some 1e-7 of a term for each unit
+below the maximum, of terms that are the smaller for it. A softmax of 50,257 in float32 would spend 2 % of its time on the
+difference."""
 
 
 def merge_passes(body: Body) -> None:
@@ -28,8 +29,8 @@ def merge_passes(body: Body) -> None:
             found = _pair(step.args[0])
             if found is not None:
                 value, highest, exponential = found
-                fast = exponential in _BESIDE_ONE and step.dtype is torch.float32
-                step.text, step.args, step.payload = ONLINE, (value, highest), "libdevice.fast_expf" if fast else exponential
+                step.text, step.args = ONLINE, (value, highest)
+                step.payload = _BESIDE_ONE if step.dtype is torch.float32 else exponential
     for step in body.steps:
         if step.text == ONLINE and step.stage == "reduce":
             step.phase = step.args[1].phase
