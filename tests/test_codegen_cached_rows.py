@@ -106,11 +106,10 @@ def test_registers_have_room_for_what_is_held(program: object, dtype: torch.dtyp
     assert int(spilled) <= 8, told
 
 
-def test_rows_just_longer_than_two_programs_have_room_for() -> None:
+@pytest.mark.parametrize("program", [loss, softmax])
+def test_rows_just_longer_than_two_programs_have_room_for(program: object) -> None:
     """They are eight blocks, less the one that lies off a boundary: fewer than what is held and what is loaded together."""
-    target = torch.zeros(MANY, dtype=torch.long)
-    for extent in range(71_001, 75_000, 1_000):
-        assert len(cached(torch.empty(MANY, extent, dtype=torch.bfloat16), target, loss, WHOLE)) == 1
+    assert {one_of_many(program, torch.bfloat16, extent).num_warps for extent in range(71_001, 75_000, 500)} == {16, 32}
 
 
 def test_what_is_held_does_not_wait_for_a_rows_index() -> None:
