@@ -35,7 +35,8 @@ class IndexWriter:
         return f"tl.arange(0, B{number})[:, None]" if number == 0 else f"tl.arange(0, B{number})[None, :]"
 
     def _prologue(self) -> None:
-        self._line("pid = tl.program_id(0)" + (".to(tl.int64)" if self.arguments.wide else ""))
+        share = f" // {self.tile.cluster}" if self.tile.cluster > 1 else ""
+        self._line("pid = tl.program_id(0)" + (".to(tl.int64)" if self.arguments.wide else "") + share)
         reduced = self.tile.reduced_axis
         if reduced is None and self.tile.axes[0] is not None:
             over = f" + {self.tile.peel - 1}" if self.tile.peel > 1 else ""

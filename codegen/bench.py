@@ -93,7 +93,8 @@ class Bench:
         launches: list[Callable[[], Any]] = []
         for step, function in contestant:
             if isinstance(step, KernelStep) and function is not None:
-                launches.append(functools.partial(cuda_driver.launch, function, step.grid, arguments(step, places), stream))
+                launches.append(functools.partial(cuda_driver.launch, function, step.grid, arguments(step, places), stream,
+                                                  step.kernel.cluster))
             elif isinstance(step, ExternStep):
                 launches.append(aten_call(step.node, lambda place: memory_at(places[place.buffer.index], place.buffer.nbytes)))
         for launch in launches:

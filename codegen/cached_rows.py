@@ -1,4 +1,8 @@
-"""How rows too long for registers are walked twice and read from memory once. Imports torch and codegen's leaf modules.
+"""How rows too long for a program's registers are read from memory once. Imports torch and codegen's leaf modules.
+
+Where programs can form clusters, several hold a row in their registers together and exchange their sums (`cluster_source.py`).
+Some load while others compute or store: on an H200 a softmax of 50,257 in float32 takes 1.05 times as long as a copy does, and
+1.23 times where one program walks each row, whose phases leave the memory idle in turn. That is the way without clusters:
 
 A multiprocessor's cache keeps what its programs load, as long as no loop loads ahead through the memory that is the cache's other
 half, and as the rows that they work on at a time fit. So as many programs share one as its cache holds rows; each loads several
@@ -38,6 +42,10 @@ LONGEST = 5
 """How many times as long as what the cache holds rows may be: what it does hold is still read once. On an H100 rows of 256,000 in
 float32 take 0.93 of the time of loops that leave them to the cache of all multiprocessors, of 128,256 0.81."""
 
+PARTS = {2: ((1, 8, 16, 128), (8, 4, 26, 168), (8, 8, 20, 128)), 4: ((8, 8, 26, 128), (8, 16, 26, 128))}
+"""By bytes of an element: up to how many programs, of how many warps, hold a row; how many blocks of 16 bytes a thread each holds
+at most, and registers of a thread: what fits beside what is computed. The first that hold the row are taken."""
+
 HELD = {(2, True): 12_288, (4, True): 24_576, (2, False): 16_384, (4, False): 49_152}
 """Elements of the longest row that registers hold as fast, by bytes of one and whether a loss leaves its gradient, which takes
 more of them."""
@@ -49,24 +57,53 @@ STREAM = 32 << 20
 @dataclass(frozen=True, slots=True)
 class Walk:
     """``warps`` per row, ``block`` elements of ``width`` bytes at a time, of which ``held`` stay in registers, the first that are
-    whole; ``streams``: results do not stay in caches."""
+    whole; ``streams``: results do not stay in caches. ``programs``: that hold all of the row together, each every so-many-th
+    block of it, 0 where one walks it; ``registers`` of a thread."""
 
     warps: int
     block: int
     width: int
     held: int
     streams: bool
+    programs: int = 0
+    registers: int = REGISTERS
 
 
-def cached_walk(body: Body, tuning: Tuning, stride: int) -> Walk | None:
-    """The way through rows that lie ``stride`` elements apart, or None where they are short or few, many times as long as the
-    cache, or more than one operand's."""
+def way_through(body: Body, tuning: Tuning, stride: int) -> Walk | None:
+    """The way through rows that lie ``stride`` elements apart, or None where they are short or few, much longer than what holds
+    them, or more than one operand's."""
     operand = _only_operand(body)
-    if operand is None or not tuning.cached or body.kept <= tuning.few or not settings.enabled("cached_rows"):
+    if operand is None or body.kept <= tuning.few or body.extent <= HELD[operand.dtype.itemsize, makes_gradient(body)]:
         return None
-    width = operand.dtype.itemsize
+    return _held_by_several(body, tuning, stride, operand.dtype.itemsize) or _cached(body, tuning, stride, operand.dtype.itemsize)
+
+
+def _held_by_several(body: Body, tuning: Tuning, stride: int, width: int) -> Walk | None:
+    """Programs of one cluster, as few as hold the row."""
+    if not tuning.clusters or not settings.enabled("shared_rows") or not _only_exponentials(body):
+        return None
+    for several, warps, most, registers in PARTS[width]:
+        block = warps * 32 * 16 // width
+        blocks = -(-(body.extent + (16 // width - 1 if stride * width % 16 else 0)) // block)
+        programs = -(-blocks // most)
+        if programs <= min(several, tuning.clusters):
+            return Walk(warps, block, width, -(-blocks // programs), body.numel * width >= STREAM, programs, registers)
+    return None
+
+
+def _only_exponentials(body: Body) -> bool:
+    """Is nothing reduced but sums of exponentials in float32, and one maximum, and nothing added to what is in memory?"""
+    sums = pairs(body)
+    highest = {total.args[0].args[0].args[1] for total in sums}
+    reduces = {step for step in body.steps if step.stage == "reduce"}
+    adds = any(step.stage == "store" and (step.partial or step.access is None or step.access.scattered) for step in body.steps)
+    return len(highest) == 1 and reduces == {*sums, *highest} and not adds and all(one.dtype is torch.float32 for one in reduces)
+
+
+def _cached(body: Body, tuning: Tuning, stride: int, width: int) -> Walk | None:
+    """A program for each row, whose multiprocessor's cache holds it."""
     row, room = body.extent * width, tuning.cached << 10
-    if body.extent <= HELD[width, makes_gradient(body)] or row > LONGEST * room:
+    if not tuning.cached or row > LONGEST * room or not settings.enabled("cached_rows"):
         return None
     pressed = width == 2 and makes_gradient(body)
     for warps, least in WAYS:

@@ -80,17 +80,17 @@ class CachedWriter(WordWriter):
         """The same as an index, which has as many bits as that of a loop."""
         return f"last * 0 + {number + (self.tile.peel > 1)} * B1" if self.arguments.wide else self._blocks(number)
 
-    def _load_block(self, load: Step, start: str, name: str) -> None:
-        """A block as it lies in memory."""
-        self._inside = True
+    def _load_block(self, load: Step, start: str, name: str, inside: bool = True) -> None:
+        """A block as it lies in memory; ``inside``: within the row."""
+        self._inside = inside
         self._index(1, start)
-        offset, _ = self._place(load)
-        self._line(f"{name} = tl.load({self._pointer(load)} + {offset}{self._hint(load)})")
+        offset, mask = self._place(load)
+        self._line(f"{name} = tl.load({self._pointer(load)} + {offset}{'' if inside else f', mask={mask}'}{self._hint(load)})")
         self._inside = False
 
-    def _compute(self, loaded: str, start: str, reduces: list[Step], stores: list[Step]) -> None:
+    def _compute(self, loaded: str, start: str, reduces: list[Step], stores: list[Step], inside: bool = True) -> None:
         """What the walk computes with a block that is at hand."""
-        self._inside, self._at_hand = True, loaded
+        self._inside, self._at_hand = inside, loaded
         self._index(1, start)
         self._block(reduces, stores)
         self._inside, self._at_hand = False, ""

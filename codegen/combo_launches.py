@@ -20,6 +20,8 @@ def kernel_key(step: Step) -> KernelKey | None:
     if isinstance(step, ExternStep) or step.grid[1:] != (1, 1) or 8 * len(step.args) + 16 > MAX_BYTES:
         return None
     kernel = step.kernel
+    if kernel.cluster > 1:
+        return None
     draws = any(isinstance(arg, (Seed, Offset)) for arg in step.args)  # a generator moves on by one launch at a time
     if draws or pieces(kernel.source, kernel.name) is None:
         return None

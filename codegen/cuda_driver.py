@@ -15,6 +15,7 @@ _MAX_THREADS, _STATIC_SHARED = 0, 1  # of cuFuncGetAttribute
 _DYNAMIC_SHARED = 8  # of cuFuncSetAttribute
 _SHARED_OPT_IN = 97  # of cuDeviceGetAttribute
 _PREFER_SHARED = 1
+_CLUSTER = 4  # of cuLaunchKernelEx
 _ALWAYS_SHARED = 48 << 10  # what a kernel may have without asking
 _OVERLAPS = 12_030  # the version from which on graphs hold launches that overlap
 
@@ -30,6 +31,19 @@ class Function:
     handle: int
     shared: int
     num_warps: int
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute, as far as it says how many programs form a cluster."""
+
+    _fields_ = [("what", ctypes.c_int), ("gap", ctypes.c_int), ("blocks", ctypes.c_uint32 * 3), ("rest", ctypes.c_char * 52)]
+
+
+class _Launch(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3), ("shared", ctypes.c_uint32),
+                ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("count", ctypes.c_uint32)]
 
 
 @functools.cache
@@ -84,13 +98,14 @@ def _enter(device: int) -> None:
         call("cuCtxSetCurrent", context)
 
 
-def launch(function: Function, grid: tuple[int, int, int], args: Sequence[Any], stream: int) -> None:
+def launch(function: Function, grid: tuple[int, int, int], args: Sequence[Any], stream: int, cluster: int = 1) -> None:
     """Launch with ``args`` as ctypes values in the signature's order. Raises DriverError."""
     null = ctypes.c_void_p()
     values = [*args, null, null]  # Triton's two scratch pointers
     places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-    call("cuLaunchKernel", ctypes.c_void_p(function.handle), *grid, 32 * function.num_warps, 1, 1, function.shared,
-         ctypes.c_void_p(stream), places, None)
+    formed = _Attribute(_CLUSTER, 0, (cluster, 1, 1))
+    asked = _Launch(grid, (32 * function.num_warps, 1, 1), function.shared, stream, ctypes.pointer(formed), int(cluster > 1))
+    call("cuLaunchKernelEx", ctypes.byref(asked), ctypes.c_void_p(function.handle), places, None)
 
 
 def allocate(nbytes: int) -> int:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Callable
 
 from codegen.body import Body, BodyBuilder, Scratch
-from codegen.cached_rows import REGISTERS
 from codegen.columns import column_width
 from codegen.exponents import fold_logarithms, powers_first
 from codegen.group import Group, new_group
@@ -143,7 +142,7 @@ def _launch(body: Body, tile: Tile, nodes: tuple[Node, ...], scratch: Scratch, t
     blocks = tuple((f"B{i}", axis.block if axis else 1) for i, axis in enumerate(tile.axes[:2]))
     blocks += (("BK", tile.depth),) if tile.depth else ()
     kernel = Kernel(name, source, signature, blocks, arguments.divisible(), tile.num_warps,
-                    REGISTERS if tile.walk is not None else 0)
+                    tile.walk.registers if tile.walk is not None else 0, tile.cluster)
     loads = [step.access.value for step in body.steps if step.stage in ("load", "gather", "take", "factor") and step.access]
     stores = [step.access.value for step in body.steps if step.stage == "store" and step.access]
     return KernelStep(kernel, (_programs(tile), 1, 1), tuple(entry[2] for entry in arguments.entries), nodes,
@@ -189,4 +188,4 @@ def _programs(tile: Tile) -> int:
         counts[1] = -(-(tile.axes[1].extent + over) // tile.axes[1].block)
     if tile.reduced_axis is None:
         return counts[0] * counts[1] * counts[2]
-    return (1 if tile.mixed else counts[1 - tile.reduced_axis]) * max(tile.shares, 1)
+    return (1 if tile.mixed else counts[1 - tile.reduced_axis]) * max(tile.shares, 1) * tile.cluster

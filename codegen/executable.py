@@ -187,7 +187,7 @@ class Placed:
                  for slot, (dtype, size, stride, offset) in zip(slots, layouts)]
         self._program.call(instr, [self.places[slot].slot if slot in self.places else slot for slot in slots], moved, alone)
 
-    def launch(self, function: int, grid: tuple[int, int, int], threads: int, shared: int, overlaps: bool,
+    def launch(self, function: int, grid: tuple[int, int, int, int], threads: int, shared: int, overlaps: bool,
                args: list[tuple[int, int, int]], instr: int) -> None:
         self._program.launch(function, grid, threads, shared, overlaps, [self._address(*arg) for arg in args], instr)
 

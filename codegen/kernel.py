@@ -70,6 +70,7 @@ class Kernel:
     ``source`` is a whole Python file that defines ``name``. ``signature`` gives each run-time argument its Triton type in
     order ("*bf16", "i32", "i64", "fp32", "fp64"); ``constexprs`` follow them in the function's parameters. ``divisible``
     names the arguments that are multiples of 16. ``registers``: how many a thread may have, 0 where the compiler chooses.
+    ``cluster``: so many programs, which follow one another, run at the same time and reach each other's shared memory.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Kernel:
     divisible: tuple[str, ...]
     num_warps: int
     registers: int = 0
+    cluster: int = 1
 
     @property
     def waits(self) -> bool:

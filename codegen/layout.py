@@ -12,7 +12,7 @@ from dataclasses import replace
 from codegen import forms
 from codegen.aligned import KNOWN, cover, end_in_vectors, in_a_vector, in_vectors, peel, row_stride
 from codegen.body import Body, Step, reduced_flags
-from codegen.cached_rows import cached_walk
+from codegen.cached_rows import way_through
 from codegen.columns import along_kept, column_blocks
 from codegen.instructions import FULL
 from codegen.pointwise_layout import pointwise_tile
@@ -134,9 +134,9 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
 
 
 def _cached(body: Body, tile: Tile, tuning: Tuning) -> Tile | None:
-    """The ``tile`` whose programs walk a row each, which a multiprocessor's cache holds, or None."""
+    """The ``tile`` of rows that a multiprocessor's cache holds, or several's registers, or None."""
     stride = row_stride(tile, body)
-    walk = cached_walk(body, tuning, stride) if stride else None
+    walk = way_through(body, tuning, stride) if stride else None
     if walk is None:
         return None
     axes = (tile.axes[0], replace(tile.axes[1], block=walk.block), None)

@@ -63,6 +63,11 @@ class Tile:
         """True where the operand's rows lie ``row`` elements apart and run along axis 1."""
         return walked(self.dims, self.strides[id(step)], self.axes) == self.row
 
+    @property
+    def cluster(self) -> int:
+        """How many programs hold a row together."""
+        return max(self.walk.programs, 1) if self.walk is not None else 1
+
     def shape(self) -> tuple[object, ...]:
         """What two tiles of one body may differ in."""
         return (self.axes, self.looped, self.num_warps, self.stages, self.depth, self.peel, self.ragged, self.near, self.strips,

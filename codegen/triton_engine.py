@@ -105,6 +105,9 @@ RESERVED = 7
 OVERLAPS = 9
 """The compute capability from which on kernels can wait for the one before them by themselves."""
 
+CLUSTERS = {9: 8, 10: 8}
+"""Programs of a cluster by compute capability, where there are any: so many run at the same time on every such GPU."""
+
 
 def tuning_of(context: Context) -> Tuning:
     """What suits the machine."""
@@ -115,7 +118,7 @@ def tuning_of(context: Context) -> Tuning:
     programs, shared = cores * HOPPER.programs // HOPPER.cores, device.shared_memory_per_block_optin
     return replace(HOPPER, cores=cores, programs=programs, few=programs, philox_blocks=cores * blocks, packs=device.major >= 8,
                    overlaps=device.major >= OVERLAPS, shared_bytes=min(HOPPER.shared_bytes, shared * 3 // 4),
-                   cached=min(HOPPER.cached, (shared >> 10) - RESERVED))
+                   cached=min(HOPPER.cached, (shared >> 10) - RESERVED), clusters=CLUSTERS.get(device.major, 0))
 
 
 def why_not_overlapping(context: Context) -> str:
@@ -167,7 +170,7 @@ def emit_launch(step: KernelStep, compiled: Function, scratch: dict[int, int], o
     instr = step.nodes[0].instr
 
     def add(program: Program) -> None:
-        program.launch(compiled.handle, step.grid, 32 * compiled.num_warps, compiled.shared, overlaps, args, instr)
+        program.launch(compiled.handle, (*step.grid, step.kernel.cluster), 32 * compiled.num_warps, compiled.shared, overlaps, args, instr)
 
     numbers = tuple(arg.index for arg in step.args if isinstance(arg, Scalar))
     draws = tuple(dict.fromkeys(arg.generator.index for arg in step.args if isinstance(arg, (Seed, Offset))))

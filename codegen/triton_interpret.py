@@ -22,6 +22,7 @@ from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
 from codegen.kernel import Kernel
+from codegen.taking_turns import Turns
 
 _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "fast_exp": torch.exp, "fast_fdivide": torch.div,
@@ -92,11 +93,16 @@ def _scan(input: Any, axis: int, combine: Any, reverse: bool = False, **_: Any) 
     return tl.core.tensor(interpreter.TensorHandle(numpy.flip(out, axis) if reverse else out, input.dtype.scalar), input.type)
 
 
-def _assembly(values: Sequence[Any], text: Any, constraints: str, args: Any, dtype: Any, is_pure: bool, pack: int) -> Any:
+def _assembly(values: Sequence[Any], turns: Turns, text: Any, constraints: str, args: Any, dtype: Any, is_pure: bool,
+              pack: int) -> Any:
     """What PTX makes of one number: nothing, rounds it, takes the launch's argument that lies so many bytes behind one, or drops
-    it where the sign of a word's byte is 0."""
-    arg = args[0]
+    it where the sign of a word's byte is 0. Of several: what all programs of a cluster have. Of none: nothing to see here."""
     text = str(getattr(text, "value", text))
+    if "mapa.shared::cluster" in text:
+        return tl.tuple([told for one in turns.meet(args[:-1]) for told in one])
+    if not args:
+        return None
+    arg = args[0]
     if "prmt.b32 m" in text:
         data, word, byte = (one.handle.data for one in args)
         kept = word >> (byte & 7) * 8 + 7 & 1
@@ -153,6 +159,14 @@ def interpret(kernel: Kernel, function: Callable[..., None]) -> Callable[[tuple[
     def run(grid: tuple[int, int, int], args: Sequence[Any]) -> None:
         if len(args) != len(kinds):
             raise ValueError(f"{kernel.name} takes {len(kinds)} arguments, got {len(args)}")
+        values = [_argument(arg, kind) for arg, kind in zip(args, kinds)]
+        first: tuple[int, ...] = (0, 0, 0)  # of the programs that take turns
+
+        def program(part: int) -> None:
+            with numpy.errstate(all="ignore"):
+                function(*values, **blocks)
+
+        turns = Turns(kernel.cluster, program, lambda part: _builder.set_grid_idx(first[0] + part, *first[1:]))
         semantic = interpreter.interpreter_semantic
         original = semantic.builder
         interpreter.interpreter_builder = _builder  # what older releases bind in the patches
@@ -160,19 +174,16 @@ def interpret(kernel: Kernel, function: Callable[..., None]) -> Callable[[tuple[
         interpreter._patch_builtin(libdevice, _builder, scope)
         scope.set_attr(cuda, "gdc_wait", lambda: None)  # one kernel runs at a time
         scope.set_attr(tl, "reduce", _reduce)
-        scope.set_attr(tl, "inline_asm_elementwise", lambda *asked: _assembly(values, *asked))
+        scope.set_attr(tl, "inline_asm_elementwise", lambda *asked: _assembly(values, turns, *asked))
         scope.set_attr(tl, "associative_scan", _scan)
         scope.set_attr(tl, "device_assert", _assert)
         scope.set_attr(JITFunction, "__call__", lambda called, *args: called.fn(*map(_numbers, args)))
         scope.set_attr(tl.tensor, "__index__", lambda scalar: int(scalar.handle.data.item()))  # older releases need 0-d
         semantic.builder = _builder
         try:
-            values = [_argument(arg, kind) for arg, kind in zip(args, kinds)]
             _builder.set_grid_dim(*grid)
-            with numpy.errstate(all="ignore"):
-                for place in itertools.product(*map(range, grid)):
-                    _builder.set_grid_idx(*place)
-                    function(*values, **blocks)
+            for first in itertools.product(range(0, grid[0], kernel.cluster), range(grid[1]), range(grid[2])):  # noqa: B007
+                turns.all()
         finally:
             semantic.builder = interpreter.interpreter_builder = original
             scope.restore()

@@ -7,7 +7,7 @@ strides are 1, in which order things happen.
 from __future__ import annotations
 
 from codegen.body import Body, Step
-from codegen.cached_source import CachedWriter
+from codegen.cluster_source import ClusterWriter
 from codegen.helpers import used
 from codegen.instructions import FULL
 from codegen.kernel import WAIT
@@ -44,7 +44,7 @@ def _min(a, b):
 '''
 
 
-class SourceWriter(CachedWriter):
+class SourceWriter(ClusterWriter):
     """Writes one kernel: its passes over the tile. ``settles``: all threads read what they pick before one of them stores."""
 
     def __init__(self, body: Body, tile: Tile, arguments: ArgumentList, settles: bool = False) -> None:
@@ -59,9 +59,9 @@ class SourceWriter(CachedWriter):
         self._passes()
         blocks = ["B0", "B1", "BK"] if self.tile.depth else ["B0", "B1"]
         parameters = ", ".join([*self.arguments.names(), *(f"{block}: tl.constexpr" for block in blocks)])
-        draws = PHILOX if any(step.stage == "random" for step in self.body.steps) else ""
         text = "\n".join(self._lines)
-        return _HEADER.format(title=title) + draws + used(text) + f"@triton.jit\ndef {name}({parameters}):\n{text}\n"
+        helpers = (PHILOX if any(step.stage == "random" for step in self.body.steps) else "") + used(text) + self._helpers(text)
+        return _HEADER.format(title=title) + helpers + f"@triton.jit\ndef {name}({parameters}):\n{text}\n"
 
     # Passes over the reduced dimensions
 
@@ -87,16 +87,19 @@ class SourceWriter(CachedWriter):
         placed = self._store_passes(stores)
         reduces = [step for step in self.body.steps if step.stage == "reduce"]
         last = max([step.phase - 1 for step in reduces] + list(placed.values()), default=-1)
-        if self.tile.share and self.tile.peel:
+        if self._several():
+            self._outer(0)  # what divides and asserts here would move what is held out of registers and back
+            self._hold_all()
+        elif self.tile.share and self.tile.peel:
             self._line("last = begin + tl.maximum(end - begin - 1, 0) // B1 * B1")  # some programs may have no summands
         elif self.tile.peel:
             self._line(f"last = ({self._extent(1)}{self._shifted(' + ')} - 1) // B1 * B1")
-        if self.tile.walk is not None:
+        if self.tile.walk is not None and not self._several():
             self._hold()
         for number in range(last + 1):
             self._outer(number)
             here = [step for step in reduces if step.phase - 1 == number]
-            if number == last:
+            if number == last and self._several() < 2:  # programs that exchange sums have met already
                 self._settle()
             self._loop(here, [step for step in stores if placed.get(id(step)) == number], number == last)
         self._outer(last + 1)
@@ -186,7 +189,9 @@ class SourceWriter(CachedWriter):
         self._begin(reduces)
         self._carry([*reduces, *stores])
         stages = f", num_stages={self.tile.stages}" if self.tile.stages > 1 else ""
-        if self.tile.walk is not None:
+        if self._several():
+            self._walk_held(reduces, stores)
+        elif self.tile.walk is not None:
             self._walk_cached(reduces, stores, last)
         elif self.tile.peel:
             ordered = any(step.stage == "scan" for step in self.body.steps)
@@ -277,6 +282,7 @@ class SourceWriter(CachedWriter):
         if self.tile.near and step in sums:
             for line in end_lines(name, sums[step], self.tile.walk is not None):
                 self._line(line)
+            self._exchange(name, sums[step])
         elif step in sums:
             self._line(f"{name} = {name}_acc")
         elif not (self.tile.near and step.text == ONLINE):

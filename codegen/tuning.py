@@ -66,8 +66,9 @@ class Tuning:
     twice as many where they reduce, so that programs for shorter rows may still share their launch; fewer of 4 bytes, and where
     each takes many instructions. ``held``: the longest row that registers hold in strips, ``held_loss``: the same of 16-bit
     elements where a loss's kernel makes its gradient, whose loop finds longer rows in the cache; twice as long of wider ones.
-    ``cached``: KiB of rows that a multiprocessor's own cache holds, or 0. ``overreads``: ATen's matrix products read what lies
-    behind a row's end and multiply it with zeros, as oneDNN does on CPUs with AMX.
+    ``cached``: KiB of rows that a multiprocessor's own cache holds, or 0; ``clusters``: programs that may form one, or 0.
+    ``overreads``: ATen's matrix products read what lies behind a row's end and multiply it with zeros, as oneDNN does on CPUs
+    with AMX.
     """
 
     pointwise_block: int = 1024
@@ -122,6 +123,7 @@ class Tuning:
     held: int = 53248
     held_loss: int = 16384
     cached: int = 220
+    clusters: int = 8
     philox_blocks: int = 1056  # H200
     overreads: bool = False
 
@@ -147,5 +149,6 @@ class Tuning:
 
 HOPPER = Tuning()
 INTERPRETER = Tuning(pointwise_block=1 << 16, transpose_side=256, tile=1 << 16, persistent=1 << 16, once=1 << 16, looped=1 << 14,
-                     online=1 << 14, programs=4, cores=1, few=0, cached=0, philox_blocks=0, overlaps=False, overreads=True)
+                     online=1 << 14, programs=4, cores=1, few=0, cached=0, clusters=0, philox_blocks=0, overlaps=False,
+                     overreads=True)
 """The interpreter pays per instruction and program, not per element."""

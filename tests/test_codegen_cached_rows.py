@@ -22,10 +22,10 @@ from codegen.tuning import HOPPER
 from ir_nodes import settings
 
 ROWS = 3
-FEW = replace(HOPPER, few=ROWS - 1)
+FEW = replace(HOPPER, few=ROWS - 1, clusters=0)
 MANY = 16
 """So many rows that each is one program's where the machine is as small as this."""
-WHOLE = replace(HOPPER, few=MANY - 1, programs=2)
+WHOLE = replace(HOPPER, few=MANY - 1, programs=2, clusters=0)
 
 
 def loss(x: Tensor, target: Tensor) -> list[Tensor]:

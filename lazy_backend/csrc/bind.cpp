@@ -76,8 +76,8 @@ Trace trace_for(const std::vector<at::Tensor>& tensors, DeviceIndex device) {
   return copy;
 }
 
-// `args`: (LaunchArg's kind, index, value)
-void add_launch(Program& p, uint64_t function, std::array<uint32_t, 3> grid, uint32_t threads, uint32_t shared, bool overlaps,
+// `args`: (LaunchArg's kind, index, value). `grid`: blocks along three axes, and how many of the first form a cluster
+void add_launch(Program& p, uint64_t function, std::array<uint32_t, 4> grid, uint32_t threads, uint32_t shared, bool overlaps,
                 const std::vector<std::tuple<int, int32_t, int64_t>>& args, int32_t instr) {
   Program::Launch l{reinterpret_cast<void*>(function), grid, threads, shared, overlaps, {}};
   for (auto [kind, index, value] : args) l.args.push_back({static_cast<Program::LaunchArg::Kind>(kind), index, value});

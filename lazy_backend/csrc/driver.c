@@ -14,7 +14,7 @@ typedef struct {
 
 typedef struct {
   int what, gap;
-  union { int on; char all[64]; } value;
+  union { int on; unsigned blocks[3]; char all[64]; } value;
 } Attribute;  // CUlaunchAttribute
 
 typedef struct {
@@ -24,7 +24,7 @@ typedef struct {
   unsigned count;
 } LaunchConfig;  // CUlaunchConfig
 
-enum { kOverlap = 6 };  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+enum { kCluster = 4, kOverlap = 6 };  // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, .._PROGRAMMATIC_STREAM_SERIALIZATION
 enum { kMissing = -1 };  // no code of the driver's
 
 static void* find(const char* name) {
@@ -48,12 +48,16 @@ static const char* text(int code) {
   if (!name) name = (int (*)(__VA_ARGS__))find(#name);                   \
   if (!name) return text(kMissing);
 
+// `grid`: blocks along three axes, and how many along the first run at the same time and reach each other's shared memory.
 // `overlaps`: the kernel waits by itself for the one before it, so its blocks may be placed while that one's last blocks run.
 const char* lazysched_launch(void* function, const uint32_t* grid, uint32_t threads, uint32_t shared, int overlaps, void* stream,
                              void** args) {
   DRIVER(cuLaunchKernelEx, const LaunchConfig*, void*, void**, void**)
-  Attribute overlap = {kOverlap, 0, {1}};
-  const LaunchConfig all = {{grid[0], grid[1], grid[2]}, {threads, 1, 1}, shared, stream, &overlap, overlaps ? 1 : 0};
+  Attribute how[2];
+  unsigned count = 0;
+  if (overlaps) how[count++] = (Attribute){kOverlap, 0, {.on = 1}};
+  if (grid[3] > 1) how[count++] = (Attribute){kCluster, 0, {.blocks = {grid[3], 1, 1}}};
+  const LaunchConfig all = {{grid[0], grid[1], grid[2]}, {threads, 1, 1}, shared, stream, how, count};
   return text(cuLaunchKernelEx(&all, function, args, NULL));
 }
 

@@ -23,7 +23,7 @@ struct Program {
     int64_t value;  // the pointer's byte offset, how many numbers are drawn, or a constant
     bool fixed() const { return kind == Pointer || (kind <= Integer && index < 0); }
   };
-  struct Launch { void* function; std::array<uint32_t, 3> grid; uint32_t threads, shared; bool overlaps; std::vector<LaunchArg> args; };
+  struct Launch { void* function; std::array<uint32_t, 4> grid; uint32_t threads, shared; bool overlaps; std::vector<LaunchArg> args; };
   struct Alloc { int32_t slot; size_t nbytes; }; struct Free { int32_t slot; };
   struct Mark { size_t depth; std::string name; };  // profiler's ranges: ends those from `depth` on, begins one unless unnamed
   // A Python function of the bytes in each slot, where `slots` names it and it is not empty, and the recording's numbers. What it

@@ -1,0 +1,138 @@
+"""Writes kernels whose programs hold a row in registers together. Imports codegen's leaf modules.
+
+The programs of a row are a cluster: they run at the same time and write into each other's shared memory. Each holds every
+so-many-th block of the row, reduces those, and tells the others what it has; then all know the row's sums. Triton has no words
+for that, but passes PTX through: a scalar is the same in all threads of a program, one of which sends it to each of the others.
+"""
+
+from __future__ import annotations
+
+from codegen.body import Step
+from codegen.cached_source import CachedWriter
+
+ENTER = "_enter()"
+"""Tells the others that the program runs. Nobody may write into the memory of one that does not."""
+
+ENTERED = '''
+@triton.jit
+def _enter():
+    tl.inline_asm_elementwise("barrier.cluster.arrive.relaxed.aligned; mov.u32 $0, 0;", "=r", [], tl.int32, False, 1)
+
+
+'''
+
+IN_TURN = "_in_turn()"
+"""Keeps the compiler from computing with several blocks at a time, which takes registers that hold others."""
+
+ORDERED = '''
+@triton.jit
+def _in_turn():
+    tl.inline_asm_elementwise("bar.warp.sync 0xffffffff; mov.u32 $0, 0;", "=r", [], tl.int32, False, 1)
+
+
+'''
+
+
+class ClusterWriter(CachedWriter):
+    """Adds the parts of a kernel whose programs share rows: `_enter_cluster`, `_hold_all`, `_walk_held`, `_exchange`."""
+
+    def _several(self) -> int:
+        """How many programs share a row; 0 where one walks it."""
+        return self.tile.walk.programs if self.tile.walk is not None else 0
+
+    def _helpers(self, text: str) -> str:
+        """The functions of this module that ``text`` calls."""
+        found = (ENTERED if ENTER in text else "") + (ORDERED if IN_TURN in text else "")
+        counts = [count for count in range(2, 9) if f"_exchange{count}(" in text]
+        return found.lstrip("\n") + "".join(exchange(count, self._several()) for count in counts)
+
+    def _prologue(self) -> None:
+        if self.tile.cluster > 1:
+            self._line(f"part = tl.program_id(0) % {self.tile.cluster}  # of a row, which so many programs hold")
+        super()._prologue()
+
+    def _hold_all(self) -> None:
+        """Loads the program's blocks of the row."""
+        if self._several() > 1:
+            self._line(f"{ENTER}  # the other programs of the row may write into this one's memory")
+        load, name = self._walked()
+        self._hints = {"load": ', eviction_policy="evict_first"', "store": ""}
+        for number in range(self._held()):
+            self._load_block(load, self._part(number), f"{name}_held{number}", self._within(number))
+        self._hints = {"load": "", "store": ""}
+
+    def _walk_held(self, reduces: list[Step], stores: list[Step]) -> None:
+        """Computes with the blocks, one after the other."""
+        walk = self.tile.walk
+        assert walk is not None
+        load, name = self._walked()
+        self._hints = {"load": "", "store": ', cache_modifier=".cs"' if walk.streams else ""}
+        packed = "_as_loaded({})" if self._widened(load) else "{}"
+        for number in range(walk.held):
+            if self._widened(load):
+                self._line(IN_TURN)
+            self._compute(packed.format(f"{name}_held{number}"), self._part(number), reduces, stores, self._within(number))
+        self._hints = {"load": "", "store": ""}
+
+    def _exchange(self, highest: str, sums: dict[str, str]) -> None:
+        """The row's maximum and its sums from those of all its programs."""
+        count, names = self.tile.cluster, [highest, *sums]
+        if count == 1:
+            return
+        told = ", ".join(f"{name}_{part}" for part in range(count) for name in names)
+        self._line(f"{told} = _exchange{len(names)}({', '.join(names)}, part)")
+        total = f"{highest}_0"
+        for part in range(1, count):
+            total = f"_max({total}, {highest}_{part})"
+        self._line(f"{highest} = {total}")
+        self._line(f'{highest}_base = tl.where({highest} == float("-inf"), 0.0, {highest})')
+        for name, exp in sums.items():
+            terms = [f"{name}_{part} * {exp}({highest}_{part} - {highest}_base)" for part in range(count)]
+            self._line(f"{name} = " + " + ".join(terms))
+
+    def _held(self) -> int:
+        assert self.tile.walk is not None
+        return self.tile.walk.held
+
+    def _part(self, number: int) -> str:
+        """Where the program's block of that number starts."""
+        several = self._several()
+        if several == 1:
+            return f"{number} * B1" if number else ""
+        return f"({number * several} + part) * B1" if number else "part * B1"
+
+    def _within(self, number: int) -> bool:
+        """Do the blocks of that number lie within every row, wherever it starts?"""
+        whole = (number + 1) * self._several() * self._axis(1).block <= self._axis(1).extent
+        return whole and (number > 0 or self.tile.peel <= 1)
+
+
+def exchange(values: int, programs: int) -> str:
+    """A function that tells ``values`` float32 numbers to all ``programs`` of a cluster, and returns those of all, the first
+    program's first. A kernel calls it once: it waits for programs to run before it writes into their memory.
+
+    ``%tid.x`` numbers the threads: that of a program's number writes what it has into its own place in that program's memory.
+    """
+    results = values * programs
+    given = [f"${results + number}" for number in range(values)]
+    lines = [
+        ".reg .pred sends;", ".reg .b32 thread, place;", f".shared .align 4 .b32 told[{results}];",
+        "barrier.cluster.wait.aligned;",
+        "mov.u32 thread, %tid.x;", f"setp.lt.u32 sends, thread, {programs};",
+        "mov.u32 place, told;", f"mad.lo.u32 place, ${results + values}, {4 * values}, place;",
+        "@sends mapa.shared::cluster.u32 place, place, thread;",
+        *(f"@sends st.shared::cluster.b32 [place+{4 * number}], {one};" for number, one in enumerate(given)),
+        "barrier.cluster.arrive.release.aligned;", "barrier.cluster.wait.acquire.aligned;",
+        *(f"ld.shared.b32 ${number}, [told+{4 * number}];" for number in range(results)),
+    ]
+    text = "\n        ".join(lines)
+    constraints = ",".join(["=&r"] * results + ["r"] * (values + 1))
+    names = ", ".join(f"v{number}" for number in range(values))
+    return f'''@triton.jit
+def _exchange{values}({names}, part):
+    return tl.inline_asm_elementwise("""{{
+        {text}
+        }}""", "{constraints}", [{names}, part], ({", ".join(["tl.float32"] * results)}), False, 1)
+
+
+'''
