@@ -3,12 +3,17 @@
 The programs of a row are a cluster: they run at the same time and write into each other's shared memory. Each holds every
 so-many-th block of the row, reduces those, and tells the others what it has; then all know the row's sums. Triton has no words
 for that, but passes PTX through: a scalar is the same in all threads of a program, one of which sends it to each of the others.
+
+A block's largest element is known before the first exponential, unlike in a loop that loads: so each has one.
 """
 
 from __future__ import annotations
 
+import torch
+
 from codegen.body import Step
 from codegen.cached_source import CachedWriter
+from codegen.online import end_lines
 
 ENTER = "_enter()"
 """Tells the others that the program runs. Nobody may write into the memory of one that does not."""
@@ -33,8 +38,20 @@ def _in_turn():
 '''
 
 
+PAIRS = '''
+@triton.jit
+def {0}(a, b):
+    return tl.inline_asm_elementwise("max.NaN.{1}x2 $0, $1, $2;", "=r,r,r", [a, b], a.dtype, True, 2)
+
+
+'''
+
+PAIR_MAX = {torch.bfloat16: "_max_bf16", torch.float16: "_max_f16"}
+"""The larger of two, or nan, two elements at a time."""
+
+
 class ClusterWriter(CachedWriter):
-    """Adds the parts of a kernel whose programs share rows: `_enter_cluster`, `_hold_all`, `_walk_held`, `_exchange`."""
+    """Adds the parts of a kernel whose programs share rows: `_hold_all`, then `_walk_held` for sums and for results."""
 
     def _several(self) -> int:
         """How many programs share a row; 0 where one walks it."""
@@ -43,11 +60,12 @@ class ClusterWriter(CachedWriter):
     def _helpers(self, text: str) -> str:
         """The functions of this module that ``text`` calls."""
         found = (ENTERED if ENTER in text else "") + (ORDERED if IN_TURN in text else "")
+        found += "".join(PAIRS.format(name, name.removeprefix("_max_")) for name in PAIR_MAX.values() if f"{name}(" in text)
         counts = [count for count in range(2, 9) if f"_exchange{count}(" in text]
         return found.lstrip("\n") + "".join(exchange(count, self._several()) for count in counts)
 
     def _prologue(self) -> None:
-        if self.tile.cluster > 1:
+        if self._several():
             self._line(f"part = tl.program_id(0) % {self.tile.cluster}  # of a row, which so many programs hold")
         super()._prologue()
 
@@ -57,22 +75,59 @@ class ClusterWriter(CachedWriter):
             self._line(f"{ENTER}  # the other programs of the row may write into this one's memory")
         load, name = self._walked()
         self._hints = {"load": ', eviction_policy="evict_first"', "store": ""}
-        for number in range(self._held()):
+        for number in range(self._blocks_held()):
             self._load_block(load, self._part(number), f"{name}_held{number}", self._within(number))
         self._hints = {"load": "", "store": ""}
 
     def _walk_held(self, reduces: list[Step], stores: list[Step]) -> None:
-        """Computes with the blocks, one after the other."""
+        """Sums of the row, or results of its blocks, one after the other."""
         walk = self.tile.walk
         assert walk is not None
-        load, name = self._walked()
+        sums = self._sums(reduces)
+        for highest, relative in sums.items():
+            self._sum_held(highest, [step for step in reduces if step is not highest], relative)
         self._hints = {"load": "", "store": ', cache_modifier=".cs"' if walk.streams else ""}
-        packed = "_as_loaded({})" if self._widened(load) else "{}"
-        for number in range(walk.held):
-            if self._widened(load):
+        for number in range(walk.held if stores else 0):
+            if self._widened(self._walked()[0]):
                 self._line(IN_TURN)
-            self._compute(packed.format(f"{name}_held{number}"), self._part(number), reduces, stores, self._within(number))
+            self._compute(self._held(number), self._part(number), [], stores, self._within(number))
         self._hints = {"load": "", "store": ""}
+
+    def _sum_held(self, highest: Step, sums: list[Step], relative: dict[str, str]) -> None:
+        """The maximum of neighbours, which a thread holds, over all blocks; then sums relative to it; then those of the row."""
+        name, lane, (load, loaded) = self._name(highest), self.tile.near, self._walked()
+        apart = f"[B0, B1 // {lane}, {lane}]"
+        pairs = bool(self._widened(load)) and plain(highest.args[0])
+        for number in range(self._blocks_held()):
+            value = self._value(number, highest, f"{loaded}_held{number}" if pairs else "")
+            combined = f"{name}_high, {value}"
+            best = f"{PAIR_MAX[load.access.dtype]}({combined})" if pairs and load.access else f"_max({combined})"
+            self._line(f"{name}_high = {best if number else value}")
+        self._line(f"{name}_acc = tl.reduce(tl.reshape({name}_high{self._widened(load) * pairs}, {apart}), 2, _max)")
+        self._line(f'{name}_base = tl.where({name}_acc == float("-inf"), 0.0, {name}_acc)')
+        self._line(f"{name}_near = tl.reshape(tl.broadcast_to({name}_base[:, :, None], {apart}), [B0, B1])")
+        for number in range(self._blocks_held()):
+            value = self._value(number, highest)
+            for total, exponential in relative.items():
+                self._line(f"{total}_each {'+=' if number else '='} {exponential}({value} - {name}_near)")
+        for total in relative:
+            self._line(f"{total}_acc = tl.reduce(tl.reshape({total}_each, {apart}), 2, _add)")
+        for line in end_lines(name, relative, True):
+            self._line(line)
+        self._exchange(name, relative)
+        self._emitted.update(map(id, (highest, *sums)))
+
+    def _value(self, number: int, highest: Step, packed: str = "") -> str:
+        """What the maximum is taken of, in a block, -inf outside the row; ``packed``: as it was loaded."""
+        self._inside, self._at_hand = self._within(number), self._held(number)
+        self._index(1, self._part(number))
+        wanted = self._slice([highest])
+        for step in self.body.steps:
+            if id(step) in wanted and not packed:
+                self._emit(step)
+        text = self._masked(highest).replace(self._name(highest.args[0]), packed) if packed else self._masked(highest)
+        self._inside, self._at_hand = False, ""
+        return text
 
     def _exchange(self, highest: str, sums: dict[str, str]) -> None:
         """The row's maximum and its sums from those of all its programs."""
@@ -90,21 +145,28 @@ class ClusterWriter(CachedWriter):
             terms = [f"{name}_{part} * {exp}({highest}_{part} - {highest}_base)" for part in range(count)]
             self._line(f"{name} = " + " + ".join(terms))
 
-    def _held(self) -> int:
+    def _blocks_held(self) -> int:
         assert self.tile.walk is not None
         return self.tile.walk.held
 
+    def _held(self, number: int) -> str:
+        """A block at hand. What is wider than it was in memory is not held so: the compiler can't know that it was at hand."""
+        load, name = self._walked()
+        return f"_as_loaded({name}_held{number})" if self._widened(load) else f"{name}_held{number}"
+
     def _part(self, number: int) -> str:
         """Where the program's block of that number starts."""
-        several = self._several()
-        if several == 1:
-            return f"{number} * B1" if number else ""
-        return f"({number * several} + part) * B1" if number else "part * B1"
+        return f"({number * self._several()} + part) * B1" if number else "part * B1"
 
     def _within(self, number: int) -> bool:
         """Do the blocks of that number lie within every row, wherever it starts?"""
         whole = (number + 1) * self._several() * self._axis(1).block <= self._axis(1).extent
         return whole and (number > 0 or self.tile.peel <= 1)
+
+
+def plain(step: Step) -> bool:
+    """Is it what is loaded, and nothing else?"""
+    return step.stage == "load" or step.text == "{0}" and plain(step.args[0])
 
 
 def exchange(values: int, programs: int) -> str:

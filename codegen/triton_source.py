@@ -184,14 +184,15 @@ class SourceWriter(ClusterWriter):
 
     def _loop(self, reduces: list[Step], stores: list[Step], last: bool) -> None:
         """One pass; ``last``: none comes behind it."""
+        if self._several():
+            self._walk_held(reduces, stores)
+            return
         reduced = self.tile.reduced_axis
         assert reduced is not None
         self._begin(reduces)
         self._carry([*reduces, *stores])
         stages = f", num_stages={self.tile.stages}" if self.tile.stages > 1 else ""
-        if self._several():
-            self._walk_held(reduces, stores)
-        elif self.tile.walk is not None:
+        if self.tile.walk is not None:
             self._walk_cached(reduces, stores, last)
         elif self.tile.peel:
             ordered = any(step.stage == "scan" for step in self.body.steps)
@@ -282,7 +283,6 @@ class SourceWriter(ClusterWriter):
         if self.tile.near and step in sums:
             for line in end_lines(name, sums[step], self.tile.walk is not None):
                 self._line(line)
-            self._exchange(name, sums[step])
         elif step in sums:
             self._line(f"{name} = {name}_acc")
         elif not (self.tile.near and step.text == ONLINE):
