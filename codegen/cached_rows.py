@@ -1,8 +1,7 @@
 """How rows too long for a program's registers are read from memory once. Imports torch and codegen's leaf modules.
 
-Where programs can form clusters, several hold a row in their registers together and exchange their sums (`cluster_source.py`).
-Some load while others compute or store: on an H200 a softmax of 50,257 in float32 takes 1.05 times as long as a copy does, and
-1.23 times where one program walks each row, whose phases leave the memory idle in turn. That is the way without clusters:
+One program holds the row by itself, or those of a cluster hold it together and exchange their sums (`cluster_source.py`), or it
+is walked twice:
 
 A multiprocessor's cache keeps what its programs load, as long as no loop loads ahead through the memory that is the cache's other
 half, and as the rows that they work on at a time fit. So as many programs share one as its cache holds rows; each loads several
@@ -42,9 +41,18 @@ LONGEST = 5
 """How many times as long as what the cache holds rows may be: what it does hold is still read once. On an H100 rows of 256,000 in
 float32 take 0.93 of the time of loops that leave them to the cache of all multiprocessors, of 128,256 0.81."""
 
-PARTS = {2: ((1, 8, 16, 128), (8, 4, 26, 168), (8, 8, 20, 128)), 4: ((8, 8, 26, 128), (8, 16, 26, 128))}
-"""By bytes of an element: up to how many programs, of how many warps, hold a row; how many blocks of 16 bytes a thread each holds
-at most, and registers of a thread: what fits beside what is computed. The first that hold the row are taken."""
+ALONE = {2: ((8, 16, 128),), 4: ()}
+"""By bytes of an element: warps of a program that holds a row by itself, how many blocks of 16 bytes a thread it holds at most,
+and registers of a thread: what fits beside what is computed. On an H200 a softmax of 32,000 in bfloat16 takes 1.03 times as long
+as a copy, so."""
+
+SEVERAL = {2: ((4, 26, 168), (8, 20, 128)), 4: ((8, 26, 128), (16, 26, 128))}
+"""The same of programs that hold a row together. The first of which a cluster holds the row are taken."""
+
+AT_LEAST = {2: 1, 4: 2}
+"""So many rows in a multiprocessor's cache are as good as such programs. Where it holds one of float32, its phases leave the memory
+idle in turn: a softmax of 50,257 takes 1.22 times as long as a copy on an H200, and 1.12 times in programs that share rows; in 16
+bits, where it holds two, 1.17 times and 1.19."""
 
 HELD = {(2, True): 12_288, (4, True): 24_576, (2, False): 16_384, (4, False): 49_152}
 """Elements of the longest row that registers hold as fast, by bytes of one and whether a loss leaves its gradient, which takes
@@ -52,6 +60,9 @@ more of them."""
 
 STREAM = 32 << 20
 """Bytes of results that no cache holds until they are read: they leave it to the rows."""
+
+
+Ways = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +86,24 @@ def way_through(body: Body, tuning: Tuning, stride: int) -> Walk | None:
     operand = _only_operand(body)
     if operand is None or body.kept <= tuning.few or body.extent <= HELD[operand.dtype.itemsize, makes_gradient(body)]:
         return None
-    return _held_by_several(body, tuning, stride, operand.dtype.itemsize) or _cached(body, tuning, stride, operand.dtype.itemsize)
+    width = operand.dtype.itemsize
+    alone = _held(body, tuning, stride, width, ALONE[width], int(tuning.packs and tuning.cached > 0))
+    if alone is not None:
+        return alone
+    cached, rows = _cached(body, tuning, stride, width)
+    several = _held(body, tuning, stride, width, SEVERAL[width], tuning.clusters) if rows < AT_LEAST[width] else None
+    return several or cached
 
 
-def _held_by_several(body: Body, tuning: Tuning, stride: int, width: int) -> Walk | None:
-    """Programs of one cluster, as few as hold the row."""
-    if not tuning.clusters or not settings.enabled("shared_rows") or not _only_exponentials(body):
+def _held(body: Body, tuning: Tuning, stride: int, width: int, ways: Ways, most: int) -> Walk | None:
+    """In registers of as few programs as have room, up to ``most``."""
+    if not settings.enabled("held_rows") or not _only_exponentials(body):
         return None
-    for several, warps, most, registers in PARTS[width]:
+    for warps, longest, registers in ways:
         block = warps * 32 * 16 // width
         blocks = -(-(body.extent + (16 // width - 1 if stride * width % 16 else 0)) // block)
-        programs = -(-blocks // most)
-        if programs <= min(several, tuning.clusters):
+        programs = -(-blocks // longest)
+        if programs <= most:
             return Walk(warps, block, width, -(-blocks // programs), body.numel * width >= STREAM, programs, registers)
     return None
 
@@ -100,11 +117,12 @@ def _only_exponentials(body: Body) -> bool:
     return len(highest) == 1 and reduces == {*sums, *highest} and not adds and all(one.dtype is torch.float32 for one in reduces)
 
 
-def _cached(body: Body, tuning: Tuning, stride: int, width: int) -> Walk | None:
-    """A program for each row, whose multiprocessor's cache holds it."""
+def _cached(body: Body, tuning: Tuning, stride: int, width: int) -> tuple[Walk | None, int]:
+    """A program for each row, whose multiprocessor's cache holds it; and how many rows are there at a time, 0 where less than one
+    is."""
     row, room = body.extent * width, tuning.cached << 10
     if not tuning.cached or row > LONGEST * room or not settings.enabled("cached_rows"):
-        return None
+        return None, 0
     pressed = width == 2 and makes_gradient(body)
     for warps, least in WAYS:
         block = warps * 32 * 16 // width
@@ -113,8 +131,8 @@ def _cached(body: Body, tuning: Tuning, stride: int, width: int) -> Walk | None:
         held = least + (whole - least) % TOGETHER
         fits = (row - held * block * width) * (32 // warps) <= room
         if whole >= TOGETHER and (fits or warps == 32):
-            return Walk(warps, block, width, held, body.numel * width >= STREAM)
-    return None
+            return Walk(warps, block, width, held, body.numel * width >= STREAM), 32 // warps if fits else 0
+    return None, 0
 
 
 def _only_operand(body: Body) -> MemAccess | None:

@@ -170,7 +170,8 @@ def emit_launch(step: KernelStep, compiled: Function, scratch: dict[int, int], o
     instr = step.nodes[0].instr
 
     def add(program: Program) -> None:
-        program.launch(compiled.handle, (*step.grid, step.kernel.cluster), 32 * compiled.num_warps, compiled.shared, overlaps, args, instr)
+        grid = (*step.grid, step.kernel.cluster)
+        program.launch(compiled.handle, grid, 32 * compiled.num_warps, compiled.shared, overlaps, args, instr)
 
     numbers = tuple(arg.index for arg in step.args if isinstance(arg, Scalar))
     draws = tuple(dict.fromkeys(arg.generator.index for arg in step.args if isinstance(arg, (Seed, Offset))))

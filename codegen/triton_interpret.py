@@ -112,7 +112,8 @@ def _assembly(values: Sequence[Any], turns: Turns, text: Any, constraints: str, 
     if text.startswith("max.NaN."):
         left, right = (widen_bfloat16(one.handle.data) if one.dtype == tl.bfloat16 else one.handle.data for one in args)
         larger = numpy.maximum(left, right)
-        return tl.core.tensor(interpreter.TensorHandle(narrow_to_bfloat16(larger) if dtype == tl.bfloat16 else larger, dtype), arg.type)
+        larger = narrow_to_bfloat16(larger) if dtype == tl.bfloat16 else larger
+        return tl.core.tensor(interpreter.TensorHandle(larger, dtype), arg.type)
     argument = re.search(r"_param_(\d+);.* ld\.param\.u(\d+) ", text)
     if argument:
         first, bits = map(int, argument.groups())

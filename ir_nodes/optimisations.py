@@ -32,7 +32,7 @@ OPTIMISATIONS: dict[str, str] = {
     "one_pass_loss": "a loss over classes makes its gradient where it reads the logits, while a cache holds the row",
     "long_norms": "variances and norms of long rows take one pass, which programs share, as they do softmax of few long rows",
     "keyed_places": "argmax and the like reduce value and place as one number, in one pass that programs may share",
-    "shared_rows": "rows too long for one program's registers are held by several, which exchange their sums",
+    "held_rows": "rows too long to be held whole are held block by block, by several programs where one has no room",
     "cached_rows": "rows too long for registers are walked twice where their multiprocessor's cache holds them",
     "split": "long reductions with few results are split over programs",
     "tiling": "two-dimensional tiles where operands disagree on the fast axis",

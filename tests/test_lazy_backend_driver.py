@@ -16,8 +16,12 @@ from tests.children import ROOT
 FAKE = r"""
 #include <stdio.h>
 #include <stdint.h>
-typedef enum { PROGRAMMATIC_STREAM_SERIALIZATION = 6 } AttributeID;
-typedef union { char pad[64]; int programmaticStreamSerializationAllowed; } AttributeValue;
+typedef enum { CLUSTER_DIMENSION = 4, PROGRAMMATIC_STREAM_SERIALIZATION = 6 } AttributeID;
+typedef union {
+  char pad[64];
+  struct { unsigned x, y, z; } clusterDim;
+  int programmaticStreamSerializationAllowed;
+} AttributeValue;
 typedef struct { AttributeID id; char pad[8 - sizeof(AttributeID)]; AttributeValue value; } Attribute;
 typedef struct {
   unsigned gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes;
@@ -28,8 +32,11 @@ typedef struct {
 int cuLaunchKernelEx(const Config* c, void* f, void** args, void** extra) {
   printf("launch %p %u %u %u %u %u %u %u %p %lu %d", f, c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY,
          c->blockDimZ, c->sharedMemBytes, c->hStream, *(unsigned long*)args[0], extra != 0);
-  for (unsigned i = 0; i < c->numAttrs; i++)
-    printf(" %d: %d", c->attrs[i].id, c->attrs[i].value.programmaticStreamSerializationAllowed);
+  for (unsigned i = 0; i < c->numAttrs; i++) {
+    const AttributeValue v = c->attrs[i].value;
+    if (c->attrs[i].id == CLUSTER_DIMENSION) printf(" 4: %u %u %u", v.clusterDim.x, v.clusterDim.y, v.clusterDim.z);
+    else printf(" %d: %d", c->attrs[i].id, v.programmaticStreamSerializationAllowed);
+  }
   printf("\n");
   return f == (void*)0x66 ? 700 : 0;
 }
@@ -61,11 +68,12 @@ def talk(shim: str) -> None:
     lib = ctypes.CDLL(shim)
     for name in ("launch", "last_captured", "set_kernel", "run_graph"):
         getattr(lib, f"lazysched_{name}").restype = ctypes.c_char_p
-    grid, word = (ctypes.c_uint32 * 3)(4, 5, 6), ctypes.c_uint64(42)
+    grid, word = (ctypes.c_uint32 * 4)(4, 5, 6, 1), ctypes.c_uint64(42)
+    pairs = (ctypes.c_uint32 * 4)(4, 5, 6, 2)  # clusters of two
     args = (ctypes.c_void_p * 1)(ctypes.addressof(word))
     pointer = ctypes.c_void_p
-    kernels = ((pointer(0x11), 0), (pointer(0x66), 1))  # the second overlaps
-    said = [lib.lazysched_launch(kernel, grid, 128, 64, overlaps, pointer(0x55), args) for kernel, overlaps in kernels]
+    kernels = ((pointer(0x11), grid, 0), (pointer(0x66), grid, 1), (pointer(0x11), pairs, 1))  # the others overlap
+    said = [lib.lazysched_launch(kernel, size, 128, 64, overlaps, pointer(0x55), args) for kernel, size, overlaps in kernels]
     node, count, made = pointer(), ctypes.c_size_t(), pointer(0x21)
     said.append(lib.lazysched_last_captured(pointer(0x55), ctypes.byref(node), ctypes.byref(count)))
     said.append(lib.lazysched_set_kernel(made, node, pointer(0x11), grid, 128, 64, args))
@@ -90,9 +98,10 @@ def test_calls_reach_the_driver_as_cuda_declares_them(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == [
         "launch 0x11 4 5 6 128 1 1 64 0x55 42 0",
         "launch 0x66 4 5 6 128 1 1 64 0x55 42 0 6: 1",
+        "launch 0x11 4 5 6 128 1 1 64 0x55 42 0 6: 1 4: 2 1 1",
         "set 0x21 0x77 0x11 4 5 6 128 1 1 64 42 0",
         "run 0x21 0x55",
-        f"{[None, 'an illegal memory access', None, None, None]} {0x77} 1",
+        f"{[None, 'an illegal memory access', None, None, None, None]} {0x77} 1",
     ]
 
 

@@ -1,0 +1,191 @@
+"""Rows that programs hold in registers block by block, alone or several together: numbers, and which kernels are made so."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import CACHE, check, drawn, kernels, record
+from torch import Tensor
+from triton.backends.nvidia.compiler import get_ptxas
+
+from codegen import emit, triton_compile
+from codegen.combo_launches import kernel_key
+from codegen.fuse import plan
+from codegen.kernel import KernelStep
+from codegen.taking_turns import Turns
+from codegen.tuning import HOPPER, Tuning
+from ir_nodes import settings
+
+ROWS = 3
+FEW = replace(HOPPER, few=ROWS - 1, programs=2)
+TOLERANCE = {torch.bfloat16: {}, torch.float16: {"rtol": 1e-3, "atol": 1e-6}, torch.float32: {"rtol": 2e-5, "atol": 1e-6}}
+BOTH = [torch.bfloat16, torch.float32]
+
+
+def loss(x: Tensor, target: Tensor) -> list[Tensor]:
+    leaf = x.detach().requires_grad_()
+    out = F.cross_entropy(leaf.float(), target)
+    (grad,) = torch.autograd.grad(out, leaf, torch.full_like(out, 1.5))
+    return [out.detach(), grad]
+
+
+def softmax(x: Tensor, target: Tensor) -> Tensor:
+    return x.softmax(1)
+
+
+def rows_of(extent: int) -> int:
+    """So many that programs would not share them to fill the machine, even where it is as small as here."""
+    return 16 if extent > 100_000 else ROWS
+
+
+def inputs(extent: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows whose largest elements lie with different programs, and targets at their ends."""
+    rows = rows_of(extent)
+    x = drawn(rows, extent, dtype=dtype)
+    x[0, 5] = x[1, extent // 2] = x[2, -1] = 9.0
+    return x, torch.arange(rows) * (extent - 1) // (rows - 1)
+
+
+def held(program: object, x: Tensor, target: Tensor, tuning: Tuning = FEW) -> list[KernelStep]:
+    recording, _ = record(program, x, target)  # type: ignore[arg-type]
+    return [step for step in kernels(plan(recording.graph, tuning=tuning)) if "_held" in step.kernel.source]
+
+
+def empty(program: object, extent: int, dtype: torch.dtype, tuning: Tuning = FEW) -> KernelStep:
+    rows = rows_of(extent)
+    (step,) = held(program, torch.empty(rows, extent, dtype=dtype), torch.zeros(rows, dtype=torch.long), tuning)
+    return step
+
+
+@pytest.mark.parametrize(("dtype", "extent", "warps", "programs"), [
+    (torch.bfloat16, 20_000, 8, 1), (torch.bfloat16, 20_001, 8, 1), (torch.bfloat16, 32_761, 8, 1), (torch.float16, 32_768, 8, 1),
+    (torch.float16, 170_001, 4, 7), (torch.bfloat16, 170_008, 4, 7), (torch.bfloat16, 256_000, 8, 7),
+    (torch.float32, 50_257, 8, 2), (torch.float32, 53_248, 8, 2), (torch.float32, 53_249, 8, 3), (torch.float32, 128_256, 8, 5),
+    (torch.float32, 212_988, 8, 8), (torch.float32, 256_000, 16, 5)])
+@pytest.mark.parametrize("program", [loss, softmax])
+def test_numbers(program: object, dtype: torch.dtype, extent: int, warps: int, programs: int) -> None:
+    x, target = inputs(extent, dtype)
+    with settings.override(disable="long_norms"):  # programs would share so few rows
+        (step,) = held(program, x, target)
+        kernel = step.kernel
+        assert (kernel.num_warps, kernel.cluster, step.grid) == (warps, programs, (len(x) * programs, 1, 1))
+        check(program, x, target, tuning=FEW, **TOLERANCE[dtype])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("dtype", "extent"), [(torch.bfloat16, 20_001), (torch.float32, 60_001)])
+def test_infinite_and_nan_logits(dtype: torch.dtype, extent: int) -> None:
+    x, target = inputs(extent, dtype)
+    x[0, :4_000], x[1, 7], x[2] = float("-inf"), float("nan"), float("-inf")
+    target[0] = extent - 1
+    check(loss, x, target, tuning=FEW, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("dtype", "extent"), [(torch.bfloat16, 20_000), (torch.float32, 60_000)])
+def test_a_target_that_is_ignored_and_logits_that_are_overwritten(dtype: torch.dtype, extent: int) -> None:
+    """Programs that exchange sums have read what they pick from one another's elements by then."""
+
+    def program(x: Tensor, target: Tensor) -> list[Tensor]:
+        logits = x * 2
+        out, grad = loss(logits, target)
+        logits.copy_(grad)
+        return [out, logits]
+
+    x, target = inputs(extent, dtype)
+    target[1] = -100
+    # A sum in eager mode on a CPU is 6e-5 away from that of float64 here.
+    check(program, x, target, tuning=FEW, **({"rtol": 1e-4, "atol": 1e-6} if dtype is torch.float32 else {}))
+    source = empty(loss, extent, dtype).kernel.source
+    assert source.index("tl.device_assert(") < source.index("_held0 = ") and ("_exchange2(" in source) == (dtype is torch.float32)
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+def test_what_is_computed_of_elements_before_they_are_reduced(dtype: torch.dtype) -> None:
+    def program(x: Tensor, target: Tensor) -> Tensor:
+        return (torch.tanh(x / 30) * 30).softmax(1)
+
+    x, target = inputs(60_001 if dtype is torch.float32 else 30_001, dtype)
+    with settings.override(disable="long_norms"):
+        assert held(program, x, target)
+        check(program, x, target, tuning=FEW, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("extent", [60_000, 60_001])
+def test_indices_of_64_bits(extent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emit, "INT32_LIMIT", 4)
+    x, target = inputs(extent, torch.float32)
+    assert ".to(tl.int64)" in empty(loss, extent, torch.float32).kernel.source
+    check(loss, x, target, tuning=FEW, **TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize(("dtype", "extent"), [(torch.bfloat16, 32_000), (torch.bfloat16, 200_000), (torch.bfloat16, 262_144),
+                                               (torch.float32, 50_257), (torch.float32, 128_256), (torch.float32, 256_000)])
+@pytest.mark.parametrize("program", [loss, softmax])
+def test_registers_have_room_for_what_is_held(program: object, dtype: torch.dtype, extent: int, tmp_path: Path) -> None:
+    """But for a few of 128 or 168 that a thread has."""
+    with settings.override(disable="long_norms"):
+        kernel = empty(program, extent, dtype).kernel
+    ptx = tmp_path / "kernel.ptx"
+    text = triton_compile.compile_for_hopper(kernel, CACHE).handle.asm["ptx"]
+    ptx.write_text(text)
+    assert f".maxnreg {kernel.registers}" in text and ("mapa.shared::cluster" in text) == (kernel.cluster > 1)
+    command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", ptx, "-o", tmp_path / "cubin"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    (spilled,) = re.findall(r"(\d+) bytes spill stores", told)
+    assert int(spilled) <= 128, told
+
+
+def test_who_is_not_made_so() -> None:
+    target = torch.zeros(ROWS, dtype=torch.long)
+
+    def programs(extent: int, dtype: torch.dtype, tuning: Tuning = FEW, program: object = loss) -> list[int]:
+        steps = held(program, torch.empty(ROWS, extent, dtype=dtype), target, tuning)
+        return [step.kernel.cluster for step in steps if step.kernel.registers > 64]
+
+    assert programs(60_000, torch.float32) == [3] and programs(20_000, torch.bfloat16) == [1]
+    assert not programs(60_000, torch.float32, HOPPER), "three rows leave the machine idle"
+    assert not programs(12_288, torch.bfloat16) and not programs(24_576, torch.float32), "registers hold such rows whole"
+    assert not programs(50_257, torch.bfloat16) and not programs(32_000, torch.float32), "a cache holds two"
+    assert not programs(60_000, torch.float32, replace(FEW, clusters=0)), "programs form no clusters"
+    assert not programs(430_000, torch.float32), "too long for a cluster"
+    assert not programs(20_000, torch.bfloat16, replace(FEW, packs=False)), "no instruction compares two elements"
+    both = lambda x, target: (x.softmax(1), x.softmax(1).sum(1))  # noqa: E731
+    assert not programs(60_000, torch.float32, program=both), "another sum"
+    with settings.override(disable="held_rows"):
+        assert not programs(60_000, torch.float32) and not programs(20_000, torch.bfloat16)
+
+
+def test_clusters_share_no_launch_with_other_kernels() -> None:
+    assert kernel_key(empty(loss, 20_000, torch.bfloat16)) is not None
+    assert kernel_key(empty(loss, 60_000, torch.float32)) is None
+
+
+def test_programs_take_turns() -> None:
+    """Each learns what all have told, at each meeting, and is entered again whenever it goes on."""
+    log: list[object] = []
+
+    def run(number: int) -> None:
+        for meeting in "ab":
+            log.append((number, list(turns.meet(f"{meeting}{number}"))))
+
+    turns = Turns(3, run, lambda number: log.append(number))
+    turns.all()
+    assert [entry for entry in log if isinstance(entry, tuple)] == [
+        (number, [f"{meeting}{other}" for other in range(3)]) for meeting, order in (("a", (2, 0, 1)), ("b", (1, 2, 0)))
+        for number in order]
+    assert log[:3] == [0, 1, 2], "one after the other"
+
+
+def test_a_program_that_fails_ends_them_all() -> None:
+    def run(number: int) -> None:
+        turns.meet(number)
+        raise IndexError(f"program {number}")
+
+    turns = Turns(2, run, lambda number: None)
+    with pytest.raises(IndexError, match="program"):
+        turns.all()
