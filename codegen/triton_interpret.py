@@ -147,6 +147,14 @@ def _numbers(arg: Any) -> Any:
     return _argument(arg, "i32") if type(arg) is int else arg
 
 
+_add_constants = tl.constexpr.__add__
+
+
+def _added(left: Any, right: Any) -> Any:
+    """A constant plus a tensor as a tensor, as it is when compiled."""
+    return right + left if isinstance(right, tl.core.tensor) else _add_constants(left, right)
+
+
 def _type_of(name: str) -> Any:
     names = {"i": "int", "u": "uint", "fp": "fp", "bf": "bf"}
     prefix = name.rstrip("0123456789")
@@ -182,6 +190,7 @@ def interpret(kernel: Kernel, function: Callable[..., None]) -> Callable[[tuple[
         scope.set_attr(tl, "inline_asm_elementwise", lambda *asked: _assembly(values, turns, *asked))
         scope.set_attr(tl, "associative_scan", _scan)
         scope.set_attr(tl, "device_assert", _assert)
+        scope.set_attr(tl.constexpr, "__add__", _added)
         scope.set_attr(JITFunction, "__call__", lambda called, *args: called.fn(*map(_numbers, args)))
         scope.set_attr(tl.tensor, "__index__", lambda scalar: int(scalar.handle.data.item()))  # older releases need 0-d
         semantic.builder = _builder
