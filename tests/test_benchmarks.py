@@ -177,7 +177,7 @@ def test_saved_charts_can_be_drawn_again(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_shapes_are_drawn_compared_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert shapes.cases(1, 5, True) == shapes.cases(1, 5, True) != shapes.cases(2, 5, True)
-    assert shapes.main(["--tiny", "--count", "6", "--workers", "1", "--seconds", "60", "--output", str(tmp_path)]) == 0
+    assert shapes.main(["--tiny", "--count", "6", "--workers", "1", "--seconds", "300", "--output", str(tmp_path)]) == 0
     rows = saved(tmp_path, "shapes")["cases"]
     assert len(rows) == 6 and all(row["ours"] > 0 and not shapes.wrong(row) for row in rows)
     assert "6 cases" in capsys.readouterr().out
