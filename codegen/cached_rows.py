@@ -109,12 +109,15 @@ def _held(body: Body, tuning: Tuning, stride: int, width: int, ways: Ways, most:
 
 
 def _only_exponentials(body: Body) -> bool:
-    """Is nothing reduced but sums of exponentials in float32, and one maximum, and nothing added to what is in memory?"""
+    """Is nothing reduced but sums of exponentials in float32, and one maximum, nothing added to what is in memory, and nothing
+    picked by what follows from the sums, when other programs of the row may have overwritten it?"""
     sums = pairs(body)
     highest = {total.args[0].args[0].args[1] for total in sums}
     reduces = {step for step in body.steps if step.stage == "reduce"}
     adds = any(step.stage == "store" and (step.partial or step.access is None or step.access.scattered) for step in body.steps)
-    return len(highest) == 1 and reduces == {*sums, *highest} and not adds and all(one.dtype is torch.float32 for one in reduces)
+    late = any(step.stage in ("gather", "take") and step.phase for step in body.steps)
+    known = len(highest) == 1 and reduces == {*sums, *highest} and all(one.dtype is torch.float32 for one in reduces)
+    return known and not adds and not late
 
 
 def _cached(body: Body, tuning: Tuning, stride: int, width: int) -> tuple[Walk | None, int]:

@@ -37,7 +37,6 @@ def _in_turn():
 
 '''
 
-
 PAIRS = '''
 @triton.jit
 def {0}(a, b):
