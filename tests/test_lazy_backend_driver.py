@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from codegen import cuda_driver
+from codegen.cuda_driver import Function
 from ir_nodes import settings
 from tests.children import ROOT
 
@@ -110,3 +112,15 @@ def test_a_driver_that_lacks_a_function_is_told(tmp_path: Path) -> None:
     build(tmp_path / "fake.c", tmp_path / "libcuda.so.1")
     build(ROOT / "lazy_backend" / "csrc" / "driver.c", tmp_path / "shim.so")
     assert "libcuda.so.1 cannot be loaded, or is too old" in ask(tmp_path / "shim.so", tmp_path).stdout
+
+
+@pytest.mark.parametrize(("cluster", "told"), [(1, ""), (2, " 4: 2 1 1")])
+def test_what_is_timed_is_launched_the_same_way(cluster: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "fake.c").write_text(FAKE)
+    build(tmp_path / "fake.c", tmp_path / "fake.so")
+    driver = ctypes.CDLL(str(tmp_path / "fake.so"))
+    monkeypatch.setattr(cuda_driver, "library", lambda: driver)
+    cuda_driver.launch(Function(0x11, 64, 4), (4, 5, 6), [ctypes.c_uint64(42)], 0x55, cluster)
+    ctypes.CDLL(None).fflush(None)
+    assert capfd.readouterr().out == f"launch 0x11 4 5 6 128 1 1 64 0x55 42 0{told}\n"
