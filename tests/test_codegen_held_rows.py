@@ -14,7 +14,7 @@ from graphs import CACHE, check, drawn, kernels, record
 from torch import Tensor
 from triton.backends.nvidia.compiler import get_ptxas
 
-from codegen import emit, triton_compile
+from codegen import cached_rows, emit, triton_compile
 from codegen.combo_launches import kernel_key
 from codegen.fuse import plan
 from codegen.kernel import KernelStep
@@ -63,19 +63,44 @@ def empty(program: object, extent: int, dtype: torch.dtype, tuning: Tuning = FEW
     return step
 
 
-@pytest.mark.parametrize(("dtype", "extent", "warps", "programs"), [
-    (torch.bfloat16, 20_000, 8, 1), (torch.bfloat16, 20_001, 8, 1), (torch.bfloat16, 32_761, 8, 1), (torch.float16, 32_768, 8, 1),
-    (torch.float16, 170_001, 4, 7), (torch.bfloat16, 170_008, 4, 7), (torch.bfloat16, 256_000, 8, 7),
-    (torch.float32, 50_257, 8, 2), (torch.float32, 53_248, 8, 2), (torch.float32, 53_249, 8, 3), (torch.float32, 128_256, 8, 5),
-    (torch.float32, 212_988, 8, 8), (torch.float32, 256_000, 16, 5)])
+@pytest.mark.parametrize(("dtype", "extent", "programs"), [
+    (torch.bfloat16, 20_000, 1), (torch.bfloat16, 20_001, 1), (torch.bfloat16, 32_761, 1), (torch.float16, 32_768, 1),
+    (torch.float32, 50_257, 2), (torch.float32, 53_248, 2), (torch.float32, 53_249, 3)])
 @pytest.mark.parametrize("program", [loss, softmax])
-def test_numbers(program: object, dtype: torch.dtype, extent: int, warps: int, programs: int) -> None:
+def test_numbers(program: object, dtype: torch.dtype, extent: int, programs: int) -> None:
     x, target = inputs(extent, dtype)
     with settings.override(disable="long_norms"):  # programs would share so few rows
         (step,) = held(program, x, target)
-        kernel = step.kernel
-        assert (kernel.num_warps, kernel.cluster, step.grid) == (warps, programs, (len(x) * programs, 1, 1))
+        assert step.kernel.cluster == programs
         check(program, x, target, tuning=FEW, **TOLERANCE[dtype])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("programs", [3, 5, 8])
+@pytest.mark.parametrize("full", ["on boundaries", "off boundaries", "hardly"])
+def test_numbers_of_many_small_programs(full: str, programs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one warp, which holds four blocks: rows that fill them, and rows of which the last has but a few elements."""
+    monkeypatch.setattr(cached_rows, "HELD", dict.fromkeys(cached_rows.HELD, 256))
+    monkeypatch.setattr(cached_rows, "ALONE", {2: (), 4: ()})
+    monkeypatch.setattr(cached_rows, "SEVERAL", {width: ((1, 4, 128),) for width in (2, 4)})
+    vector = 16 // dtype.itemsize
+    room = 4 * 32 * vector
+    extent = room * programs - {"on boundaries": 0, "off boundaries": vector - 1, "hardly": room - vector}[full]
+    x, target = inputs(extent, dtype)
+    tuning = replace(FEW, cached=0)
+    assert [step.kernel.cluster for step in held(loss, x, target, tuning)] == [programs]
+    check(loss, x, target, tuning=tuning, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("dtype", "extent", "warps", "programs"), [
+    (torch.bfloat16, 20_000, 8, 1), (torch.bfloat16, 32_761, 8, 1), (torch.float16, 170_001, 4, 7),
+    (torch.bfloat16, 170_008, 4, 7), (torch.bfloat16, 256_000, 8, 7), (torch.float32, 50_257, 8, 2),
+    (torch.float32, 128_256, 8, 5), (torch.float32, 212_988, 8, 8), (torch.float32, 256_000, 16, 5)])
+@pytest.mark.parametrize("program", [loss, softmax])
+def test_how_many_programs_hold_a_row(program: object, dtype: torch.dtype, extent: int, warps: int, programs: int) -> None:
+    with settings.override(disable="long_norms"):
+        step = empty(program, extent, dtype)
+    assert (step.kernel.num_warps, step.kernel.cluster, step.grid) == (warps, programs, (rows_of(extent) * programs, 1, 1))
 
 
 @pytest.mark.parametrize(("dtype", "extent"), [(torch.bfloat16, 20_001), (torch.float32, 60_001)])
