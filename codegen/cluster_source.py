@@ -104,13 +104,12 @@ class ClusterWriter(CachedWriter):
         """The maximum of neighbours, which a thread holds, over all blocks; then sums relative to it; then those of the row."""
         name, lane, (load, loaded) = self._name(highest), self.tile.near, self._walked()
         apart = f"[B0, B1 // {lane}, {lane}]"
-        pairs = bool(self._widened(load)) and plain(highest.args[0])
+        widened = self._widened(load) if plain(highest.args[0]) else ""  # of pairs, whose maximum comes before they are widened
         for number in range(self._blocks_held()):
-            value = self._value(number, highest, f"{loaded}_held{number}" if pairs else "")
-            combined = f"{name}_high, {value}"
-            best = f"{PAIR_MAX[load.access.dtype]}({combined})" if pairs and load.access else f"_max({combined})"
-            self._line(f"{name}_high = {best if number else value}")
-        self._line(f"{name}_acc = tl.reduce(tl.reshape({name}_high{self._widened(load) * pairs}, {apart}), 2, _max)")
+            value = self._value(number, highest, f"{loaded}_held{number}" if widened else "")
+            larger = PAIR_MAX[load.access.dtype] if widened and load.access else "_max"
+            self._line(f"{name}_high = {larger}({name}_high, {value})" if number else f"{name}_high = {value}")
+        self._line(f"{name}_acc = tl.reduce(tl.reshape({name}_high{widened}, {apart}), 2, _max)")
         self._line(f'{name}_base = tl.where({name}_acc == float("-inf"), 0.0, {name}_acc)')
         self._line(f"{name}_near = tl.reshape(tl.broadcast_to({name}_base[:, :, None], {apart}), [B0, B1])")
         for number in range(self._blocks_held()):
@@ -132,7 +131,7 @@ class ClusterWriter(CachedWriter):
         for step in self.body.steps:
             if id(step) in wanted and not packed:
                 self._emit(step)
-        text = self._masked(highest).replace(self._name(highest.args[0]), packed) if packed else self._masked(highest)
+        text = self._masked(highest, packed)
         self._inside, self._at_hand = False, ""
         return text
 

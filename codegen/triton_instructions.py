@@ -64,11 +64,11 @@ class InstructionWriter(BitWriter):
     def _name(self, step: Step) -> str:
         return self._names.setdefault(id(step), f"t{len(self._names)}")
 
-    def _masked(self, step: Step) -> str:
+    def _masked(self, step: Step, name: str = "") -> str:
+        """What a reduction takes, by its own or another ``name``, and nothing of what lies outside."""
         (value,) = step.args
-        if self._inside:
-            return self._name(value)
-        return f"tl.where(m{self.tile.reduced_axis}, {self._name(value)}, {identity(step.text, step.dtype)})"
+        name = name or self._name(value)
+        return name if self._inside else f"tl.where(m{self.tile.reduced_axis}, {name}, {identity(step.text, step.dtype)})"
 
     def _for_all_rows(self, step: Step) -> bool:
         """Is it one number, or an operand that is the same in every row?"""
