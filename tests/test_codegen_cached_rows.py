@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import CACHE, check, drawn, kernels, record
+from graphs import CACHE, check, kernels, record
+from long_rows import inputs, loss, softmax, spilled
 from torch import Tensor
-from triton.backends.nvidia.compiler import get_ptxas
 
 from codegen import cached_rows, emit, triton_compile
 from codegen.cached_rows import REGISTERS
@@ -33,24 +31,6 @@ def others_are_not_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of these rows would be held by programs, see test_codegen_held_rows.py."""
     for name in ("ALONE", "SEVERAL"):
         monkeypatch.setattr(cached_rows, name, {2: (), 4: ()})
-
-
-def loss(x: Tensor, target: Tensor) -> list[Tensor]:
-    leaf = x.detach().requires_grad_()
-    out = F.cross_entropy(leaf.float(), target)
-    (grad,) = torch.autograd.grad(out, leaf, torch.full_like(out, 1.5))
-    return [out.detach(), grad]
-
-
-def softmax(x: Tensor, target: Tensor) -> Tensor:
-    return x.softmax(1)
-
-
-def inputs(extent: int, dtype: torch.dtype = torch.bfloat16, rows: int = ROWS) -> tuple[Tensor, Tensor]:
-    """Rows whose largest elements lie in each of the parts that are walked in turn, and targets at their ends."""
-    x = drawn(rows, extent, dtype=dtype)
-    x[0, 5] = x[1, extent // 2] = x[2, -1] = 9.0
-    return x, torch.arange(rows) * (extent - 1) // (rows - 1)
 
 
 def cached(x: Tensor, target: Tensor, program: object = loss, tuning: object = FEW) -> list[Kernel]:
@@ -105,12 +85,8 @@ def test_long_rows_leave_more_to_registers(program: object, dtype: torch.dtype, 
 @pytest.mark.parametrize("program", [loss, softmax])
 def test_registers_have_room_for_what_is_held(program: object, dtype: torch.dtype, extent: int, tmp_path: Path) -> None:
     """On an H200 a loss of 50,257 in bfloat16 takes 465 us with three blocks held and 497 with seven, some of which spill."""
-    ptx = tmp_path / "kernel.ptx"
-    ptx.write_text(triton_compile.compile_for_hopper(one_of_many(program, dtype, extent), CACHE).handle.asm["ptx"])
-    command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", ptx, "-o", tmp_path / "cubin"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    (spilled,) = re.findall(r"(\d+) bytes spill stores", told)
-    assert int(spilled) <= 8, told
+    stored, told = spilled(one_of_many(program, dtype, extent), tmp_path)
+    assert stored <= 8, told
 
 
 @pytest.mark.parametrize("program", [loss, softmax])

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from graphs import CACHE, check, drawn, kernels, record
+from graphs import CACHE, check, kernels, record
+from long_rows import inputs, loss, softmax, spilled
 from torch import Tensor
-from triton.backends.nvidia.compiler import get_ptxas
 
 from codegen import cached_rows, emit, triton_compile
 from codegen.combo_launches import kernel_key
@@ -28,28 +25,9 @@ TOLERANCE = {torch.bfloat16: {}, torch.float16: {"rtol": 1e-3, "atol": 1e-6}, to
 BOTH = [torch.bfloat16, torch.float32]
 
 
-def loss(x: Tensor, target: Tensor) -> list[Tensor]:
-    leaf = x.detach().requires_grad_()
-    out = F.cross_entropy(leaf.float(), target)
-    (grad,) = torch.autograd.grad(out, leaf, torch.full_like(out, 1.5))
-    return [out.detach(), grad]
-
-
-def softmax(x: Tensor, target: Tensor) -> Tensor:
-    return x.softmax(1)
-
-
 def rows_of(extent: int) -> int:
     """So many that programs would not share them to fill the machine, even where it is as small as here."""
     return 16 if extent > 100_000 else ROWS
-
-
-def inputs(extent: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rows whose largest elements lie with different programs, and targets at their ends."""
-    rows = rows_of(extent)
-    x = drawn(rows, extent, dtype=dtype)
-    x[0, 5] = x[1, extent // 2] = x[2, -1] = 9.0
-    return x, torch.arange(rows) * (extent - 1) // (rows - 1)
 
 
 def held(program: object, x: Tensor, target: Tensor, tuning: Tuning = FEW) -> list[KernelStep]:
@@ -155,14 +133,10 @@ def test_registers_have_room_for_what_is_held(program: object, dtype: torch.dtyp
     """But for a few of 128 or 168 that a thread has."""
     with settings.override(disable="long_norms"):
         kernel = empty(program, extent, dtype).kernel
-    ptx = tmp_path / "kernel.ptx"
     text = triton_compile.compile_for_hopper(kernel, CACHE).handle.asm["ptx"]
-    ptx.write_text(text)
     assert f".maxnreg {kernel.registers}" in text and ("mapa.shared::cluster" in text) == (kernel.cluster > 1)
-    command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", ptx, "-o", tmp_path / "cubin"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    (spilled,) = re.findall(r"(\d+) bytes spill stores", told)
-    assert int(spilled) <= 128, told
+    stored, told = spilled(kernel, tmp_path)
+    assert stored <= 128, told
 
 
 def test_who_is_not_made_so() -> None:
