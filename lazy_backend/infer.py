@@ -21,8 +21,8 @@ from lazy_backend import core, samples, schema, varying
 
 Tensor = torch.Tensor
 Arguments = tuple[Any, ...]
-Answer = tuple[str, list[Any], list[tuple[int, Tensor]]]
-"""Why the op cannot be recorded ("": it can); its returns, tensors on Meta; written arguments that take another layout."""
+Answer = tuple[str, bool, list[Any], list[tuple[int, Tensor]]]
+"""Why the op cannot be recorded ("": it can), and is that so at this line only; its returns, on Meta; written arguments, laid out anew."""
 
 # Beside pointwise ops: those that refuse some dtypes only when they run.
 _CHECKED_BY_RUNNING = frozenset(
@@ -91,8 +91,8 @@ def infer(target: str, args: Arguments, device: torch.device) -> Answer:
 
     The core calls it below autograd and autocast, once for each hash of a call.
     """
-    if why := varying.refusal(target):
-        return why, [], []
+    if why := varying.refusal(target, args):
+        return why, True, [], []
     with torch._C.DisableTorchFunction(), warnings.catch_warnings():  # the user's modes do not see stand-ins
         warnings.simplefilter("ignore")
         try:
@@ -100,9 +100,9 @@ def infer(target: str, args: Arguments, device: torch.device) -> Answer:
             if any(item.is_conj() for spec, item in zip(ops.schema(target).returns, returns)
                    if spec.alias_info is None and isinstance(item, Tensor)):  # fmt: skip
                 raise Refusal("it leaves the conjugation of its result to whoever reads it")
-            return "", pytree.tree_map_only(Tensor, to_meta, returns), relaid(target, args, given)
+            return "", False, pytree.tree_map_only(Tensor, to_meta, returns), relaid(target, args, given)
         except Refusal as refusal:
-            return str(refusal), [], []
+            return str(refusal), False, [], []
 
 
 def layouts(target: str, args: Arguments, metas: Arguments, device: torch.device) -> tuple[Arguments, list[Any]]:

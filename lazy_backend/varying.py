@@ -3,19 +3,24 @@
 A program that decodes text appends to its tokens, to a mask or to a cache: a few ops see other sizes with each token, and sizes
 are part of a recording's key. Recorded, these ops would have every token's recording compiled anew. Run at once, they leave
 recordings between them that repeat. Training is left alone: its recordings hold backward, and a new size there changes nearly
-all ops. An op is known by the user's line that calls it, so none is found where lines are not noted (LAZYSCHED_FRAMES=0).
+all ops. An op is known by the user's line that calls it, so none is found where lines are not noted (LAZYSCHED_FRAMES=0), and by
+all its sizes that do not grow: a library's line that one model's cache grows at is another model's, too, and its prompts'.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from itertools import islice
 from types import FrameType
 from typing import Any, Protocol
 
 import torch
 
 from ir_nodes import settings
+from lazy_backend import schema
 from lazy_backend.schema import ArgKind
 
 PATIENCE = 3
@@ -23,14 +28,19 @@ PATIENCE = 3
 FEW, SMALL_SHARE = 3, 0.25
 """Ops of a recording: where more are new, it is another program, or one whose sizes all changed."""
 MOST_LINES = 20000
+LATEST = 8
+"""Calls at a line among which the one is looked for that a new call has grown from."""
 
 Site = tuple[str, str]  # op, and "file:line in function"
+Words = tuple[Any, ...]  # what decides a call's shapes, in the order of its arguments: types, sizes, strides, offsets, constants
+Growth = tuple[tuple[int, ...], Words]  # the places of the words that are others each time, and the words that are the same
 _TENSORS = (ArgKind.TENSOR, ArgKind.TENSOR_LIST, ArgKind.OPT_TENSOR_LIST)
+_NUMBER = "a number"
 _LIBRARIES = ("/torch/", "/lazy_backend/", "/contextlib.py")  # as in csrc/frames.c
 _INTERNAL = ("<frozen", "<interpreter", "<shim")
 
-_known: dict[Site, set[int]] = {}  # hashes of the layouts and constants seen at a line
-_changed: Counter[Site] = Counter()  # recordings that held new ones, while most of the recording was known
+_known: dict[Site, dict[Words, None]] = {}  # the calls seen at a line, the latest last
+_grown: dict[Site, Counter[Growth]] = defaultdict(Counter)  # recordings that held new ones, while most of the recording was known
 
 
 class Recording(Protocol):
@@ -48,37 +58,94 @@ def note(recording: Recording) -> None:
     instrs = recording.instrs()
     if any(backward >= 0 or segment for *_, backward, segment in instrs):
         return
-    args, operands = recording.args(), recording.operands()
-    calls = [((target, place), describe(args[first : first + many], operands, operands[outs : outs + n_outs]))
-             for target, first, many, outs, n_outs, _, place, *_ in instrs if place]
+    calls = list(calls_of(recording))
     fresh = [(site, call) for site, call in calls if call not in _known.get(site, ())]
     same_program = all(site in _known for site, _ in calls)
     if same_program and len(fresh) < len(calls) and len(fresh) <= max(FEW, SMALL_SHARE * len(calls)):
-        _changed.update({site for site, _ in fresh})
+        for site, grown in {(site, growth(call, _known[site])) for site, call in fresh}:
+            if grown:
+                _grown[site][grown] += 1
     if len(_known) > MOST_LINES:
         _known.clear()
     for site, call in fresh:
-        _known.setdefault(site, set()).add(call)
+        _known.setdefault(site, {})[call] = None
 
 
-def describe(args: list[tuple[int, int, int, Any]], operands: list[Any], outs: list[Any]) -> int:
-    """A hash of what decides shapes: layouts and constants, not which buffers they belong to."""
-    words: list[Any] = [operand[1:] for operand in outs]
-    for kind, first, count, value in args:
-        words.append(kind)
-        if kind in _TENSORS:
-            words += [operand[1:] for operand in operands[first : first + count]]
-        elif kind == ArgKind.CONST:
-            words.append(repr(value))
-    return hash(tuple(words))
+def calls_of(recording: Recording) -> Iterator[tuple[Site, Words]]:
+    """The recorded ops whose line is known, and what decides their shapes."""
+    args, operands = recording.args(), recording.operands()
+    for target, first, many, _, _, _, place, *_ in recording.instrs():
+        if place:
+            given = [recorded(operands, *arg) for arg in args[first : first + many]]
+            yield (target, place), words(target, given)
 
 
-def refusal(target: str) -> str:
+def recorded(operands: list[tuple[Any, ...]], kind: int, first: int, count: int, value: Any) -> Any:
+    """A recorded argument: a layout, a list of such, a constant, or `_NUMBER` for what a program takes as a number."""
+    if kind in _TENSORS:
+        given = [tuple(operand[1:5]) if operand[0] >= 0 else None for operand in operands[first : first + count]]
+        return given[0] if kind == ArgKind.TENSOR else given
+    return value if kind == ArgKind.CONST else _NUMBER
+
+
+def called(arg: Any) -> Any:
+    """An argument of an op that is called, as `recorded` gives it."""
+    if isinstance(arg, torch.Tensor):
+        host = arg.device.type == "cpu" and not arg.dim()
+        return _NUMBER if host else (arg.dtype, tuple(arg.shape), arg.stride(), arg.storage_offset())
+    return [called(one) for one in arg] if isinstance(arg, (list, tuple)) else arg
+
+
+def words(target: str, given: list[Any]) -> Words:
+    """``given``: arguments as `recorded` and `called` give them. Numbers that a program takes are left out."""
+    found: list[Any] = []
+    for kind, one in zip(_kinds(target), given, strict=True):
+        if kind in _TENSORS or kind == ArgKind.CONST:
+            _flatten(one, found)
+    return tuple(found)
+
+
+@functools.cache
+def _kinds(target: str) -> list[int]:
+    return [kind for kind, _ in schema.read(target).args]
+
+
+def _flatten(one: Any, found: list[Any]) -> None:
+    if isinstance(one, (list, tuple)):
+        found.append(str(len(one)))  # a string: a list that is longer has not the same words elsewhere
+        for part in one:
+            _flatten(part, found)
+    else:
+        found.append(one if one is None or isinstance(one, (int, torch.dtype)) else repr(one))
+
+
+def growth(call: Words, known: dict[Words, None]) -> Growth | None:
+    """What has grown since the call among the latest that is most like ``call``; None where they differ in more than sizes."""
+    ways = [differ for earlier in islice(reversed(known), LATEST) if (differ := differing(call, earlier))]
+    return min(((differ, rest(call, differ)) for differ in ways), key=lambda way: len(way[0]), default=None)
+
+
+def differing(call: Words, earlier: Words) -> tuple[int, ...]:
+    """The places of the integers in which calls differ; () where they differ in anything else."""
+    if len(call) != len(earlier):
+        return ()
+    places = tuple(place for place, (one, other) in enumerate(zip(call, earlier)) if one != other)
+    return places if all(type(call[place]) is type(earlier[place]) is int for place in places) else ()
+
+
+def rest(call: Words, places: tuple[int, ...]) -> Words:
+    return tuple(word for place, word in enumerate(call) if place not in places)
+
+
+def refusal(target: str, args: tuple[Any, ...]) -> str:
     """Why ``target``, called now with sizes never seen before, is not recorded; "" where it is. Called below the user's line."""
-    if not _changed or torch.is_grad_enabled():
+    if not _grown or torch.is_grad_enabled() or not settings.enabled("varying"):
         return ""
-    times = _changed.get((target, line(sys._getframe(1))), 0)
-    if times < PATIENCE or not settings.enabled("varying"):
+    ways = _grown.get((target, line(sys._getframe(1))))
+    if not ways:
+        return ""
+    call = words(target, [called(arg) for arg in args])
+    if not any(times >= PATIENCE and rest(call, places) == same for (places, same), times in ways.items()):
         return ""
     return "its sizes at this line are new with every recording, while the rest repeats"
 

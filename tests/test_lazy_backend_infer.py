@@ -56,7 +56,7 @@ def test_a_gpu_is_never_tried_with_made_up_indices_nor_with_much_memory() -> Non
 
 
 def test_a_call_that_meta_refuses_gets_eagers_own_words() -> None:
-    refusal, returns, relaid = infer.infer("aten::mm", (torch.ones(2, 3, device=DEVICE),) * 2, CPU)
+    refusal, _, returns, relaid = infer.infer("aten::mm", (torch.ones(2, 3, device=DEVICE),) * 2, CPU)
     assert refusal and not returns and not relaid
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
         torch.ones(2, 3, device=DEVICE) @ torch.ones(2, 3, device=DEVICE)

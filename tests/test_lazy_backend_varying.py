@@ -134,3 +134,37 @@ def test_training_is_left_alone() -> None:
         made.square().mean().backward()
         optimizer.step()
     assert lazy_backend.stats()["fallbacks"] == before
+
+
+def attend(device: str, heads: int, length: int, queries: int) -> Tensor:
+    """One line that several programs run."""
+    x = start(device, 1, heads, length, 8)
+    return nn.functional.scaled_dot_product_attention(x[:, :, -queries:].contiguous(), x, x)
+
+
+def test_a_line_where_one_program_grows_is_recorded_for_others() -> None:
+    model = layers(DEVICE)
+    with torch.no_grad():
+        for number in range(STEPS):  # grows: one query to ever more keys
+            model(attend(DEVICE, 2, number + 2, 1))
+            lazy_backend.mark_step()
+        before = lazy_backend.stats()["fallbacks"]
+        assert before
+        for heads, length, queries in ((4, STEPS + 3, 1), (2, STEPS + 3, STEPS + 3), (2, STEPS + 4, STEPS + 4)):
+            model(attend(DEVICE, heads, length, queries))
+            lazy_backend.mark_step()
+    assert lazy_backend.stats()["fallbacks"] == before
+
+
+def test_sizes_that_grew_at_one_line_are_recorded_at_others() -> None:
+    late_compiles(appending(DEVICE, rows=5))
+    before = lazy_backend.stats()["fallbacks"]
+    history = start(DEVICE, 5 * STEPS - 5, 8)
+    for _ in range(2):
+        weight = torch.ones(5, 8, device=DEVICE, requires_grad=True)
+        torch.cat([history, weight]).square().sum().backward()
+        lazy_backend.mark_step()
+    with torch.no_grad():
+        torch.cat([history, start(DEVICE, 5, 8)])
+        lazy_backend.mark_step()
+    assert lazy_backend.stats()["fallbacks"] == before

@@ -29,7 +29,7 @@ std::shared_ptr<const Inference> inference(const OpInfo& op, const IValue* args,
   std::remove_pointer_t<decltype(table)> old;  // goes after the lock: it may take the GIL
   std::unique_lock<std::shared_mutex> lock(tables_mutex);
   if (table->size() > kRemembered) table->swap(old);
-  return (*table)[call] = known;
+  return known->here ? known : (*table)[call] = known;
 }
 
 }  // namespace lazysched
