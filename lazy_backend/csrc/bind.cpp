@@ -140,8 +140,7 @@ void infer_in_python(const OpInfo& op, const IValue* args, DeviceIndex device, I
   for (size_t i = 0; i < op.args.size(); i++)  // toPyObject makes a number of a tensor that stands for one
     given[i] = is_tensor(args[i]) ? py::cast(args[i].toTensor()) : torch::jit::toPyObject(args[i]);
   using Row = std::tuple<std::string, bool, py::list, std::vector<std::pair<size_t, at::Tensor>>>;
-  const auto place = torch::jit::toPyObject(physical_device(device));
-  auto [refusal, here, returns, resized] = (*inferrer_)(op.name, given, place).cast<Row>();
+  auto [refusal, here, returns, resized] = (*inferrer_)(op.name, given, torch::jit::toPyObject(physical_device(device))).cast<Row>();
   known.refusal = refusal, known.here = here, known.resized = resized;
   for (size_t r = 0; r < returns.size(); r++)
     known.returns.push_back(torch::jit::toIValue(returns[r], op.handle.schema().returns()[r].type()));

@@ -153,7 +153,7 @@ using ProgramPtr = std::shared_ptr<Program>;
 
 // What an op gives, as Meta tensors: inferred once for each `call`, the hash of all that decides it, then remembered.
 struct Inference {
-  std::string refusal; bool here = false;             // why the op cannot be recorded (at this line: not remembered); empty: it can
+  std::string refusal; bool here = false;             // why the op cannot be recorded, perhaps only at this line; empty: it can
   Stack returns;                                      // what is not an argument handed back is right here
   std::vector<std::pair<size_t, at::Tensor>> resized;  // written arguments that take a new shape
 };

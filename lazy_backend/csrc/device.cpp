@@ -52,8 +52,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   Stream exchangeStream(Stream s) const override {
     const auto old = getStream(s.device());
     if (s != old) try { recorder(s.device_index()).barrier("stream", "the stream was changed"); } catch (std::exception&) {}
-    if (cuda_) cuda().exchangeStream(to_physical(s));
-    else stream_ = s.id();
+    if (cuda_) cuda().exchangeStream(to_physical(s)); else stream_ = s.id();
     return old;
   }
   void* getStreamNativeHandle(const Stream s) const override { return cuda_ ? to_physical(s).native_handle() : nullptr; }
@@ -64,8 +63,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (cuda_) cuda().synchronizeStream(to_physical(s));
   }
   void synchronizeDevice(const DeviceIndex i) const override {
-    recorder(i).barrier("wait", "the device was synchronised");
-    synchronize(i);
+    recorder(i).barrier("wait", "the device was synchronised"), synchronize(i);
   }
   // An event marks a place in what was recorded, so what stands before it has to be launched first.
   void record(void** event, const Stream& s, const DeviceIndex i, const c10::EventFlag flag) const override {

@@ -182,9 +182,7 @@ void Recorder::flush_locked(const char* kind, const std::string& reason, Site si
       e.add_context("raised by " + instr.op->name + (place.empty() ? "" : ", recorded at " + place));
     }
     error = std::current_exception(), message = e.what_without_backtrace();
-  } catch (const std::exception& e) {
-    error = std::current_exception(), message = e.what();
-  }
+  } catch (const std::exception& e) { error = std::current_exception(), message = e.what(); }
   expect(program);
   settle(std::move(trace), error ? &message : nullptr, program ? program->rest : std::vector<int32_t>());
   log(ops, std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count(), hit, order);

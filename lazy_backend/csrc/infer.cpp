@@ -13,11 +13,18 @@ bool boolean_index(const OpInfo& op, const IValue* args) {
   return found;
 }
 
+hash_t at_line(hash_t call) {
+  const auto site = capture_site();
+  return torch::lazy::HashCombine(call, torch::lazy::MHash(reinterpret_cast<intptr_t>(site.code), site.lasti, at::GradMode::is_enabled()));
+}
+
 std::shared_ptr<const Inference> inference(const OpInfo& op, const IValue* args, hash_t call, DeviceIndex device) {
   static auto* table = new std::unordered_map<hash_t, std::shared_ptr<const Inference>, torch::lazy::HashReducer>();
-  {
+  for (;; call = at_line(call)) {  // without the lock: it may take the GIL
     std::shared_lock<std::shared_mutex> lock(tables_mutex);
-    if (auto it = table->find(call); it != table->end()) return it->second;
+    const auto it = table->find(call);
+    if (it == table->end()) break;
+    if (!it->second->here) return it->second;
   }
   stats[kInfers]++;
   auto known = std::make_shared<Inference>();
@@ -26,10 +33,12 @@ std::shared_ptr<const Inference> inference(const OpInfo& op, const IValue* args,
     NoWarnings quiet("");  // what the user did wrong is said when the op itself is recorded or run
     infer_in_python(op, args, device, *known);
   }
+  const auto here = known->here ? at_line(call) : call;
   std::remove_pointer_t<decltype(table)> old;  // goes after the lock: it may take the GIL
   std::unique_lock<std::shared_mutex> lock(tables_mutex);
   if (table->size() > kRemembered) table->swap(old);
-  return known->here ? known : (*table)[call] = known;
+  if (known->here) (*table)[call] = std::make_shared<Inference>(*known), known->here = false;  // asked again at other lines
+  return (*table)[here] = known;
 }
 
 }  // namespace lazysched

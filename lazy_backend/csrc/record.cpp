@@ -69,12 +69,9 @@ void add_const(const IValue& v, std::vector<uint64_t>& words) {
   words.push_back(kind);
   if (kind == kInt) words.push_back(static_cast<uint64_t>(v.toInt()));
   if (kind == kDouble) words.push_back(std::bit_cast<uint64_t>(v.toDouble()));
-  if (kind == kComplex)
-    for (double part : {v.toComplexDouble().real(), v.toComplexDouble().imag()}) words.push_back(std::bit_cast<uint64_t>(part));
+  if (kind == kComplex) for (double part : {v.toComplexDouble().real(), v.toComplexDouble().imag()}) words.push_back(std::bit_cast<uint64_t>(part));
   if (kind != kOther) return;
-  std::ostringstream text;  // rare kinds (strings, layouts): their printed form is their identity
-  text << v.tagKind() << v;
-  const auto s = text.str();
+  const auto s = c10::str(v.tagKind(), v);  // rare kinds (strings, layouts): their printed form is their identity
   words.push_back(torch::lazy::HashReduce(torch::lazy::DataHash(s.data(), s.size())));
 }
 
