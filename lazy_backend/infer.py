@@ -22,7 +22,7 @@ from lazy_backend import core, samples, schema, varying
 Tensor = torch.Tensor
 Arguments = tuple[Any, ...]
 Answer = tuple[str, bool, list[Any], list[tuple[int, Tensor]]]
-"""Why the op cannot be recorded ("": it can), and is that so at this line only; its returns, on Meta; written arguments, laid out anew."""
+"""Why the op cannot be recorded ("": it can), and is that only this line's; returns, on Meta; written arguments, laid anew."""
 
 # Beside pointwise ops: those that refuse some dtypes only when they run.
 _CHECKED_BY_RUNNING = frozenset(

@@ -89,6 +89,17 @@ def test_the_reason_is_told() -> None:
                for barrier in lazy_backend.barriers())
 
 
+def test_no_op_is_asked_about_twice() -> None:
+    for _ in appending(DEVICE, rows=6):
+        lazy_backend.mark_step()
+    before = lazy_backend.stats()
+    for _ in appending(DEVICE, rows=6):
+        lazy_backend.mark_step()
+    now = lazy_backend.stats()
+    assert now["fallbacks"] > before["fallbacks"]
+    assert [now[count] - before[count] for count in ("shape_inferences", "compiles")] == [0, 0]
+
+
 def test_what_grows_inside_a_recording_is_recorded() -> None:
     def step(x: Tensor) -> Tensor:
         for _ in range(8):
