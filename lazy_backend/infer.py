@@ -91,10 +91,10 @@ def infer(target: str, args: Arguments, device: torch.device) -> Answer:
 
     The core calls it below autograd and autocast, once for each hash of a call.
     """
-    if why := varying.refusal(target, args):
-        return why, True, [], []
     with torch._C.DisableTorchFunction(), warnings.catch_warnings():  # the user's modes do not see stand-ins
         warnings.simplefilter("ignore")
+        if why := varying.refusal(target, args):
+            return why, True, [], []
         try:
             given, returns = layouts(target, args, on_meta(args), device)
             if any(item.is_conj() for spec, item in zip(ops.schema(target).returns, returns)
