@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Iterator
-from itertools import islice
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol
 
@@ -33,20 +33,35 @@ LATEST = 8
 
 Site = tuple[str, str]  # op, and "file:line in function"
 Words = tuple[Any, ...]  # what decides a call's shapes, in the order of its arguments: types, sizes, strides, offsets, constants
+Instr = tuple[str, int, int, int, int, int, str, int, int, int]
 Growth = tuple[tuple[int, ...], Words]  # the places of the words that are others each time, and the words that are the same
 _TENSORS = (ArgKind.TENSOR, ArgKind.TENSOR_LIST, ArgKind.OPT_TENSOR_LIST)
 _NUMBER = "a number"
 _LIBRARIES = ("/torch/", "/lazy_backend/", "/contextlib.py")  # as in csrc/frames.c
 _INTERNAL = ("<frozen", "<interpreter", "<shim")
 
-_known: dict[Site, dict[Words, None]] = {}  # the calls seen at a line, the latest last
+
+@dataclass(slots=True)
+class Seen:
+    """The calls at a line: hashes of all of them, as there may be many, and the latest themselves."""
+
+    hashes: set[int] = field(default_factory=set)
+    latest: deque[Words] = field(default_factory=lambda: deque(maxlen=LATEST))
+
+    def add(self, call: Words) -> None:
+        if hash(call) not in self.hashes:
+            self.hashes.add(hash(call))
+            self.latest.append(call)
+
+
+_known: dict[Site, Seen] = {}
 _grown: dict[Site, Counter[Growth]] = defaultdict(Counter)  # recordings that held new ones, while most of the recording was known
 
 
 class Recording(Protocol):
     """See `trace.Recording`."""
 
-    def instrs(self) -> list[tuple[str, int, int, int, int, int, str, int, int, int]]: ...
+    def instrs(self) -> list[Instr]: ...
     def args(self) -> list[tuple[int, int, int, Any]]: ...
     def operands(self) -> list[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...], int, bool]]: ...
 
@@ -58,23 +73,23 @@ def note(recording: Recording) -> None:
     instrs = recording.instrs()
     if any(backward >= 0 or segment for *_, backward, segment in instrs):
         return
-    calls = list(calls_of(recording))
-    fresh = [(site, call) for site, call in calls if call not in _known.get(site, ())]
+    calls = list(calls_of(instrs, recording))
+    fresh = [(site, call) for site, call in calls if site not in _known or hash(call) not in _known[site].hashes]
     same_program = all(site in _known for site, _ in calls)
     if same_program and len(fresh) < len(calls) and len(fresh) <= max(FEW, SMALL_SHARE * len(calls)):
-        for site, grown in {(site, growth(call, _known[site])) for site, call in fresh}:
+        for site, grown in {(site, growth(call, _known[site].latest)) for site, call in fresh}:
             if grown:
                 _grown[site][grown] += 1
     if len(_known) > MOST_LINES:
         _known.clear()
     for site, call in fresh:
-        _known.setdefault(site, {})[call] = None
+        _known.setdefault(site, Seen()).add(call)
 
 
-def calls_of(recording: Recording) -> Iterator[tuple[Site, Words]]:
+def calls_of(instrs: Iterable[Instr], recording: Recording) -> Iterator[tuple[Site, Words]]:
     """The recorded ops whose line is known, and what decides their shapes."""
     args, operands = recording.args(), recording.operands()
-    for target, first, many, _, _, _, place, *_ in recording.instrs():
+    for target, first, many, _, _, _, place, *_ in instrs:
         if place:
             given = [recorded(operands, *arg) for arg in args[first : first + many]]
             yield (target, place), words(target, given)
@@ -119,10 +134,11 @@ def _flatten(one: Any, found: list[Any]) -> None:
         found.append(one if one is None or isinstance(one, (int, torch.dtype)) else repr(one))
 
 
-def growth(call: Words, known: dict[Words, None]) -> Growth | None:
+def growth(call: Words, latest: deque[Words]) -> Growth | None:
     """What has grown since the call among the latest that is most like ``call``; None where they differ in more than sizes."""
-    ways = [differ for earlier in islice(reversed(known), LATEST) if (differ := differing(call, earlier))]
-    return min(((differ, rest(call, differ)) for differ in ways), key=lambda way: len(way[0]), default=None)
+    ways = [differ for earlier in reversed(latest) if (differ := differing(call, earlier))]
+    fewest = min(ways, key=len, default=())
+    return (fewest, rest(call, fewest)) if fewest else None
 
 
 def differing(call: Words, earlier: Words) -> tuple[int, ...]:

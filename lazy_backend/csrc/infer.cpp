@@ -13,7 +13,8 @@ bool boolean_index(const OpInfo& op, const IValue* args) {
   return found;
 }
 
-hash_t at_line(hash_t call) {
+// The key of an answer that holds at the user's line only, and for training or for the rest.
+static hash_t at_line(hash_t call) {
   const auto site = capture_site();
   return torch::lazy::HashCombine(call, torch::lazy::MHash(reinterpret_cast<intptr_t>(site.code), site.lasti, at::GradMode::is_enabled()));
 }
