@@ -6,12 +6,38 @@ before all others and stay in registers as they were loaded.
 
 from __future__ import annotations
 
+from typing import NamedTuple, Sequence
+
+import torch
+
 from codegen.body import Body, Step
 from codegen.cached_rows import TOGETHER
 from codegen.instructions import FULL
+from codegen.online import ONLINE
 from codegen.source_args import ArgumentList
 from codegen.tile import Tile
 from codegen.word_source import WordWriter
+
+PAIRS = '''
+@triton.jit
+def {0}(a, b):
+    return tl.inline_asm_elementwise("max.NaN.{1}x2 $0, $1, $2;", "=r,r,r", [a, b], a.dtype, True, 2)
+
+
+'''
+
+PAIR_MAX = {torch.bfloat16: "_max_bf16", torch.float16: "_max_f16"}
+"""The larger of two, or nan, two elements at a time."""
+
+
+class Block(NamedTuple):
+    """A block of a row that is in registers: ``name`` is as it was loaded, ``loaded`` the text to compute with. ``inside``: it
+    lies within every row."""
+
+    name: str
+    loaded: str
+    start: str
+    inside: bool = True
 
 
 class CachedWriter(WordWriter):
@@ -19,6 +45,7 @@ class CachedWriter(WordWriter):
 
     def __init__(self, body: Body, tile: Tile, arguments: ArgumentList) -> None:
         super().__init__(body, tile, arguments)
+        self._in_place: dict[Step, tuple[Step, ...]] = {}  # exponentials in the elements' places, and what these are less
         self._at_hand = ""  # the block that is, as it was loaded
         self._hints = {"load": "", "store": ""}  # what loads and stores over whole rows tell the caches
 
@@ -26,6 +53,12 @@ class CachedWriter(WordWriter):
         raise NotImplementedError
 
     def _block(self, reduces: list[Step], stores: list[Step]) -> None:
+        raise NotImplementedError
+
+    def _sums(self, reduces: list[Step]) -> dict[Step, dict[str, str]]:
+        raise NotImplementedError
+
+    def _slice(self, sinks: list[Step]) -> set[int]:
         raise NotImplementedError
 
     def _walked(self) -> tuple[Step, str]:
@@ -45,15 +78,16 @@ class CachedWriter(WordWriter):
         self._indent += 1
         for number, start in enumerate(starts):
             self._load_block(load, start, f"{name}_{number}")
-        for number, start in enumerate(starts):
-            self._compute(f"{name}_{number}", start, reduces, stores)
+        self._compute_all([Block(f"{name}_{number}", f"{name}_{number}", start) for number, start in enumerate(starts)],
+                          reduces, stores)
         self._indent -= 1
         self._walk("most, last, B1, num_stages=1", [*reduces, *stores], "", inside=True)
         ends = "0, last + B1, last" if self.tile.peel > 1 else "last, last + tl.minimum(last, B1), B1"
         self._walk(ends, [*reduces, *stores], "")
         packed = "_as_loaded({})" if self._widened(load) else "{}"  # what needs no conversion is held as it is anyway
-        for number in range(walk.held):
-            self._compute(packed.format(f"{name}_held{number}"), self._start(number), reduces, stores)
+        names = [f"{name}_held{number}" for number in range(walk.held)]
+        self._compute_all([Block(held, packed.format(held), self._start(number)) for number, held in enumerate(names)],
+                          reduces, stores)
         self._hints = {"load": "", "store": ""}
 
     def _hold(self) -> None:
@@ -95,11 +129,67 @@ class CachedWriter(WordWriter):
         self._block(reduces, stores)
         self._inside, self._at_hand = False, ""
 
+    def _compute_all(self, blocks: Sequence[Block], reduces: list[Step], stores: list[Step]) -> None:
+        """The same with several blocks: one after the other, but sums of exponentials with all of them at a time."""
+        sums = self._sums(reduces)
+        if stores or not blocks or {*reduces} != {*sums, *(step for step in reduces if step.text == ONLINE)}:
+            for block in blocks:
+                self._compute(block.loaded, block.start, reduces, stores, block.inside)
+            return
+        for highest, relative in sums.items():
+            self._sum_together(highest, relative, blocks, running=True)
+
+    def _sum_together(self, highest: Step, relative: dict[str, str], blocks: Sequence[Block], running: bool) -> None:
+        """The blocks' share: the maximum of neighbours, which a thread holds, over all blocks, and sums relative to it.
+        ``running``: there are such already, which are rescaled once."""
+        name, lane, (load, _) = self._name(highest), self.tile.near, self._walked()
+        apart = f"[B0, B1 // {lane}, {lane}]"
+        widened = self._widened(load) if plain(highest.args[0]) else ""  # of pairs, whose maximum comes before they are widened
+        larger = PAIR_MAX[load.access.dtype] if widened and load.access else "_max"
+        for number, block in enumerate(blocks):
+            value = self._value(block, highest, block.name if widened else "")
+            self._line(f"{name}_high = {larger}({name}_high, {value})" if number else f"{name}_high = {value}")
+        high, new = f"tl.reduce(tl.reshape({name}_high{widened}, {apart}), 2, _max)", f"{name}_new" if running else f"{name}_acc"
+        self._line(f"{new} = " + (f"_max({name}_acc, {high})" if running else high))
+        self._line(f'{name}_base = tl.where({new} == float("-inf"), 0.0, {new})')
+        self._line(f"{name}_near = tl.reshape(tl.broadcast_to({name}_base[:, :, None], {apart}), [B0, B1])")
+        for number, block in enumerate(blocks):
+            value = self._value(block, highest)
+            for total, exponential in relative.items():
+                power = f"{exponential}({value} - {name}_near)"
+                if self._in_place:
+                    power = block.name
+                    self._line(f"{power} = libdevice.exp({value} - {name}_near)")
+                self._line(f"{total}_each {'+=' if number else '='} {power}")
+        for total, exponential in relative.items():
+            scaled = f"{total}_acc * {exponential}({name}_acc - {name}_base) + " if running else ""
+            self._line(f"{total}_acc = {scaled}tl.reduce(tl.reshape({total}_each, {apart}), 2, _add)")
+        if running:
+            self._line(f"{name}_acc = {new}")
+
+    def _value(self, block: Block, highest: Step, packed: str = "") -> str:
+        """What the maximum is taken of, in a block, -inf outside the row; ``packed``: as it was loaded."""
+        self._inside, self._at_hand = block.inside, block.loaded
+        self._index(1, block.start)
+        wanted = self._slice([highest])
+        for step in self.body.steps:
+            if id(step) in wanted and not packed:
+                self._emit(step)
+        text = self._masked(highest, packed)
+        self._inside, self._at_hand = False, ""
+        return text
+
     def _load(self, step: Step) -> None:
         if self._at_hand and step.level == FULL:
-            self._line(f"{self._name(step)} = {self._at_hand}{self._widened(step)}")
+            pairs = step.access is not None and step.access.dtype is torch.bfloat16 and self.tile.packs
+            self._line(f"{self._name(step)} = " + (f"_wide({self._at_hand})" if pairs else self._at_hand + self._widened(step)))
         else:
             super()._load(step)
 
     def _hint(self, step: Step) -> str:
         return self._hints.get(step.stage, "") if step.level == FULL else ""
+
+
+def plain(step: Step) -> bool:
+    """Is it what is loaded, and nothing else?"""
+    return step.stage == "load" or step.text == "{0}" and plain(step.args[0])

@@ -8,7 +8,7 @@ from typing import Callable
 
 from codegen.body import Body, BodyBuilder, Scratch
 from codegen.columns import column_width
-from codegen.exponents import fold_logarithms, powers_first
+from codegen.exponents import fold_logarithms, powers_first, raise_exponentials
 from codegen.group import Group, new_group
 from codegen.instructions import KEPT
 from codegen.kernel import Kernel, KernelStep, Temporary
@@ -114,6 +114,9 @@ def _whole(body: Body, tile: Tile, nodes: tuple[Node, ...], scratch: Scratch, tu
     """The one launch of a group."""
     if tile.looped:
         merge_passes(body)
+    full = tile.walk is not None and tile.walk.programs == 1  # of what is held: its registers have no room for both kinds
+    if tile.reduced_axis is not None and not full and settings.enabled("raised_exponentials"):
+        raise_exponentials(body)
     return _launch(body, tile, nodes, scratch, tuning)
 
 
@@ -142,7 +145,7 @@ def _launch(body: Body, tile: Tile, nodes: tuple[Node, ...], scratch: Scratch, t
     blocks = tuple((f"B{i}", axis.block if axis else 1) for i, axis in enumerate(tile.axes[:2]))
     blocks += (("BK", tile.depth),) if tile.depth else ()
     kernel = Kernel(name, source, signature, blocks, arguments.divisible(), tile.num_warps,
-                    tile.walk.registers if tile.walk is not None else 0, tile.cluster)
+                    tile.walk.registers if tile.walk is not None else tile.registers, tile.cluster)
     loads = [step.access.value for step in body.steps if step.stage in ("load", "gather", "take", "factor") and step.access]
     stores = [step.access.value for step in body.steps if step.stage == "store" and step.access]
     return KernelStep(kernel, (_programs(tile), 1, 1), tuple(entry[2] for entry in arguments.entries), nodes,

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import torch
+
 from codegen.body import Body, Step
+from codegen.instructions import FULL
 
 ROUGH = "libdevice.fast_expf({0})"
 _LOG2_E = "1.4426950408889634"
 _FOLDED = f"tl.exp2(({{0}} - {{1}}) * {_LOG2_E} - {{2}} * {_LOG2_E})"
+_HIGHER = 32
+_RAISED = {"tl.exp({0})": f"libdevice.exp2({{0}} * {_LOG2_E} + {_HIGHER}.0)"}
+_PRODUCTS = ("{0} * {1}", "{0} - {1} * {2}")
 
 
 def fold_logarithms(body: Body) -> None:
@@ -20,6 +26,45 @@ def fold_logarithms(body: Body) -> None:
         step.text, step.args = _FOLDED, step.args[0].args
     if found:
         body.drop_unused()
+
+
+def raise_exponentials(body: Body) -> None:
+    """Exponentials of elements that are shown in 16 bits, 2^32 times as large; what they are multiplied by is as much smaller.
+
+    The machine's power of two takes denormal numbers for zero. To keep them, three more instructions ask whether it is one, and
+    scale it. What these lose is less than 2^-158, of which 16 bits show nothing, not even times a gradient of 2^24.
+    """
+    for step in [step for step in body.steps if step.level == FULL and step.text in _RAISED and step.dtype is torch.float32]:
+        users = [user for user in body.steps if step in user.args]
+        if not _shared_out(body, step, users):
+            factors = [factor_of(user, step) for user in users]
+            if not factors or None in factors:
+                continue
+            for user, factor in zip(users, factors):
+                assert factor is not None
+                smaller = Step("expr", factor.dtype, factor.level, factor.phase, (factor,), f"{{0}} * {2.0 ** -_HIGHER}")
+                body.steps.insert(body.steps.index(user), smaller)
+                user.args = tuple(smaller if arg is factor else arg for arg in user.args)
+        step.text = _RAISED[step.text]
+
+
+def _shared_out(body: Body, power: Step, users: list[Step]) -> bool:
+    """Is each of a row's powers only shown as a share of their sum, for which nothing has to be smaller?"""
+    totals = [user for user in users if user.stage == "reduce" and user.text == "add"]
+    inverses = [step for step in body.steps if any(total in step.args for total in totals)]
+    if len(totals) != 1 or not inverses or any(step.text != "1.0 / {0}" for step in inverses):
+        return False
+    shares = {step for step in body.steps if any(inverse in step.args for inverse in inverses)}
+    return shares == {*users} - {*totals} and all(factor_of(share, power) in inverses for share in shares)
+
+
+def factor_of(user: Step, power: Step) -> Step | None:
+    """The number, one for a row, by which the ``user`` multiplies the ``power``, if it does nothing else with it."""
+    if user.text not in _PRODUCTS or user.args.count(power) != 1:
+        return None
+    left, right = user.args[-2:]
+    factor = right if left is power else left
+    return factor if power in (left, right) and factor.level != FULL and factor.dtype is torch.float32 else None
 
 
 def powers_first(body: Body) -> None:

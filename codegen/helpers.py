@@ -81,6 +81,16 @@ def _as_loaded(x):
 '''
 """Elements of 16 bits as they are, two in a register: the compiler can't know, and hold them as float32 between two uses."""
 
+WIDE = '''
+@triton.jit
+def _wide(x):
+    return tl.inline_asm_elementwise("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], tl.float32, True, 2)
+
+
+'''
+"""Two bfloat16 numbers of a register as float32, in two instructions. The compiler takes three: it moves the upper one down, then
+up. (Elementwise kernels that way take 7 % longer on an H200, though: in them it has more freedom without.)"""
+
 MUL = '''
 @triton.jit
 def _mul(a, b):
@@ -138,7 +148,7 @@ branch that a division takes wherever ``a`` is zero, as it is behind a mask. (Th
 excepts divisors whose bits are all ones. Quotients below 2**-100 may be the next number.)"""
 
 HELPERS = {"_pow(": POW, "_tanh(": TANH, "_tanh_16(": TANH_16, "_normal(": NORMAL, "_logistic(": LOGISTIC, "_bf16(": BF16,
-           ", _mul)": MUL, "_logaddexp": LOGADDEXP, "_as_loaded(": AS_LOADED,
+           ", _mul)": MUL, "_logaddexp": LOGADDEXP, "_as_loaded(": AS_LOADED, "_wide(": WIDE,
            "_share(": SHARE, "_of_eight(": OF_EIGHT, "_to_eight(": TO_EIGHT}
 
 

@@ -19,7 +19,7 @@ from codegen.pointwise_layout import pointwise_tile
 from codegen.product import Product
 from codegen.row_blocks import neighbours, row_block, tile_of_rows, warps_resident
 from codegen.row_traits import lanes_needed, loads, makes_gradient, narrow, slow
-from codegen.strips import strip_of, strip_warps, strips_of, walking_warps
+from codegen.strips import registers_held, strip_of, strip_warps, strips_of, walking_warps
 from codegen.tile import Axis, Strides, Tile, addressed, warps_for
 from codegen.tuning import Tuning, power_of_two
 from ir_nodes import settings
@@ -129,7 +129,8 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
                 strips=strips)
     alone = not looped and block_x == 1 and extent > tuning.covered
     if column and share or alone and not column:
-        return cover(tile, body, tuning.covered)
+        tile = cover(tile, body, tuning.covered)
+        return replace(tile, registers=registers_held(body, block_r, warps)) if tile.covered and strips else tile
     return peel(tile, body) if looped and not column and (not share or extent % 16) else tile
 
 

@@ -55,6 +55,7 @@ class Tile:
     overlaps: bool = False  # may programs be placed before the kernel before this one has ended?
     near: int = 0  # neighbours that share a maximum in a loop that sums exponentials, or 0: all of a block do
     mixed: bool = False  # programs walk ``share`` rows each, and sum columns beside
+    registers: int = 0  # of a thread at most; 0: as many as the compiler takes
     strips: int = 0  # so many blocks along axis 1 hold a row, two or more; 0: one does, or it is walked
     walk: Walk | None = None  # how a row is walked twice that its multiprocessor's cache holds
     words: int = 0  # so far apart lie the strips' elements, which share a call of Philox; 0: they follow one another

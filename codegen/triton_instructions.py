@@ -158,6 +158,8 @@ class InstructionWriter(BitWriter):
         widened = self._widened(step)
         if step.access.shift:
             offset += f" - {self.arguments.stride(step.access.shift)}"
+        elif offset == "i1" and self._from_boundaries():
+            offset = "(-shift) + at"
         if step.args:
             mask += " & " * bool(mask) + f"{self._name(step.args[0])}, other=0"
         where = f"{self._pointer(step)} + {offset}" + (f", mask={mask}" if mask else "") if offset else self._pointer(step)
@@ -171,6 +173,12 @@ class InstructionWriter(BitWriter):
         self._line(f"    {self._name(step)} = tl.load({where})")
         if widened:
             self._line(f"{self._name(step)} = {self._name(step)}{widened}")
+
+    def _from_boundaries(self) -> bool:
+        """Are blocks along axis 1 counted from a boundary before the row? How far apart elements lie of what all rows share is
+        then known, and none needs an address of its own."""
+        tile = self.tile
+        return tile.covered > 0 and not tile.mixed or tile.peel > 1 and (self._inside or tile.vectors)
 
     def _widened(self, step: Step) -> str:
         """What makes a loaded number one to compute with."""

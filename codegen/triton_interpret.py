@@ -109,6 +109,8 @@ def _assembly(values: Sequence[Any], turns: Turns, text: Any, constraints: str, 
         return tl.core.tensor(interpreter.TensorHandle(numpy.where(kept != 0, data, 0).astype(data.dtype), dtype), arg.type)
     if text.startswith("mov.b32"):
         return arg
+    if text.startswith("shl.b32 $0, $2, 16"):
+        return tl.core.tensor(interpreter.TensorHandle(widen_bfloat16(arg.handle.data), dtype), tl.block_type(dtype, arg.shape))
     if text.startswith("max.NaN."):
         left, right = (widen_bfloat16(one.handle.data) if one.dtype == tl.bfloat16 else one.handle.data for one in args)
         larger = numpy.maximum(left, right)

@@ -296,5 +296,5 @@ class SourceWriter(ClusterWriter):
             step = stack.pop()
             if id(step) not in wanted and step.level == FULL:
                 wanted.add(id(step))
-                stack.extend(step.args)
+                stack.extend(step.args if step not in self._in_place else ())
         return wanted

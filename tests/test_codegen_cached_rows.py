@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def test_as_many_blocks_are_held_as_leave_whole_steps(offset: int) -> None:
     """Rows of any length are walked in steps of four blocks, with none left over but where a row begins far behind a boundary."""
     extent = 20_000 + 2_048 * (offset % 4) + offset // 4
     (kernel,) = cached(*inputs(extent))
-    held, first = kernel.source.count("_held") // 3, extent % 8 > 0
+    held, first = len(set(re.findall(r"_held\d+", kernel.source))), extent % 8 > 0
     assert 3 <= held <= 6 and ((extent - 1) // 2_048 - first - held) % 4 == 0
 
 
@@ -125,8 +126,8 @@ def test_only_sums_of_float32_take_the_fast_exponential() -> None:
     (kernel,) = cached(x, target)
     sums, others = "libdevice.fast_expf(t", "libdevice.exp(t"
     lines = kernel.source.splitlines()
-    assert any("_in = tl.reduce(" + sums in line for line in lines) and any(" = " + others in line for line in lines)
-    assert not any("_in = tl.reduce(" + others in line or " = " + sums in line for line in lines)
+    assert any("_each += " + sums in line for line in lines) and any(" = " + others in line for line in lines)
+    assert not any("_each += " + others in line or re.search(r"t\d+ = " + re.escape(sums), line) for line in lines)
     double, _ = record(lambda x: F.log_softmax(x, 1), torch.empty(MANY, 60_000, dtype=torch.float64))
     source = "".join(step.kernel.source for step in kernels(plan(double.graph, tuning=WHOLE)))
     assert "libdevice.exp(" in source and "fast_expf" not in source

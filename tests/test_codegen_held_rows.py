@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,6 +88,34 @@ def test_infinite_and_nan_logits(dtype: torch.dtype, extent: int) -> None:
     x[0, :4_000], x[1, 7], x[2] = float("-inf"), float("nan"), float("-inf")
     target[0] = extent - 1
     check(loss, x, target, tuning=FEW, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("last", [0.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("program", [loss, softmax])
+def test_exponentials_take_the_places_of_elements(program: object, last: float) -> None:
+    """Each is computed once, relative to what a thread has, also where that is nothing or far below the row's maximum."""
+    extent = 60_000
+    x, target = inputs(extent, torch.float32)
+    x[0, :40_000], x[1], x[1, 6], x[2, 7] = float("-inf"), -300.0, 100.0, last
+    with settings.override(disable="long_norms"):
+        source = empty(program, extent, torch.float32).kernel.source
+        check(program, x, target, tuning=FEW, **TOLERANCE[torch.float32])  # type: ignore[arg-type]
+        x[2] = float("-inf")
+        check(program, x, target, tuning=FEW, **TOLERANCE[torch.float32])  # type: ignore[arg-type]
+    held = set(re.findall(r"_held\d+", source))
+    assert len(held) == 20 and source.count(" = libdevice.exp(") == len(held) and source.count("_shift = ") == 1
+
+
+def test_elements_that_are_needed_themselves_stay() -> None:
+    def program(x: Tensor, target: Tensor) -> list[Tensor]:
+        return [x.softmax(1), x.log_softmax(1)]
+
+    x, target = inputs(60_000, torch.float32)
+    with settings.override(disable="long_norms"):
+        check(program, x, target, tuning=FEW, **TOLERANCE[torch.float32])
+        assert "_shift" not in "".join(step.kernel.source for step in held(program, x, target))
+        _, target = inputs(60_001, torch.float32)
+        assert "_shift" not in empty(loss, 60_001, torch.float32).kernel.source, "its registers are full"
 
 
 @pytest.mark.parametrize(("dtype", "extent"), [(torch.bfloat16, 20_000), (torch.float32, 60_000)])

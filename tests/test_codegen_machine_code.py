@@ -62,6 +62,30 @@ def test_a_softmax_divides_once_for_a_row() -> None:
     assert count(text, "div.rn.f32") == 1 and count(text, "fma.rn.f32") > 4
 
 
+@pytest.mark.parametrize("length", [768, 5003, 50_257])
+def test_a_softmax_in_16_bits_needs_no_care_for_tiny_exponentials(length: int) -> None:
+    """They are 2^32 times as large: nothing asks whether the machine would take them for zero."""
+    program = lambda x: x.softmax(-1)  # noqa: E731
+    many = HOPPER.changed("few=2,programs=2")
+    with settings.override(disable="long_norms"):
+        text = ptx(program, rows(3, length), tuning=many)
+    assert count(text, "ex2.approx.ftz.f32") and not count(text, "ex2.approx.f32")
+    with settings.override(disable="long_norms,raised_exponentials"):
+        assert count(ptx(program, rows(3, length), tuning=many), "ex2.approx.f32")
+
+
+def test_tiny_shares_of_a_softmax_are_kept() -> None:
+    """Denormal ones, and those of rows whose maximum is far from zero."""
+    x = torch.zeros(3, 700)
+    x[0, 1:], x[1], x[1, 5], x[2] = -90.0, -3e38, 3e38, -3.3895e38
+    check(lambda x: x.softmax(-1), x.bfloat16(), count=1, rtol=8e-3, atol=0)
+    assert x[0].bfloat16().float().softmax(-1).bfloat16()[1] > 0
+    gradient = lambda x, g: torch.ops.aten._softmax_backward_data(g, x.softmax(-1), -1, x.dtype)  # noqa: E731
+    check(gradient, rows(3, 700), rows(3, 700), count=1)
+    both = lambda x: [x.softmax(-1), x.exp()]  # noqa: E731
+    check(both, rows(3, 700), count=1)
+
+
 def test_tanh_has_no_branches() -> None:
     text = ptx(torch.tanh, rows(64, 512, dtype=torch.float32))
     assert not count(text, "bra") and count(text, "div.approx.ftz.f32")

@@ -61,6 +61,30 @@ def test_rows_are_cut_where_that_leaves_few_lanes_empty(length: int, wanted: tup
     assert strips_of(norm, data(2200, length, dtype=torch.bfloat16)) == wanted
 
 
+def test_registers_are_few_where_that_lets_more_programs_run() -> None:
+    def registers(program: Callable[..., Any], length: int, dtype: torch.dtype) -> int:
+        (step,) = kernels(plan(record(program, data(2200, length, dtype=dtype))[0].graph))
+        return step.kernel.registers
+
+    softmax, busy = lambda x: x.softmax(-1), lambda x: norm(F.gelu(x) * x.sigmoid() + x.exp() * 3 - x.cos())  # noqa: E731
+    assert [registers(norm, length, torch.bfloat16) for length in (768, 3001, 5003, 5120, 6007, 10_007)] == [0, 0, 40, 0, 0, 40]
+    assert [registers(softmax, length, torch.bfloat16) for length in (4099, 5003, 6007, 7919)] == [0, 40, 40, 0]
+    assert not registers(norm, 5003, torch.float32) and not registers(busy, 5003, torch.bfloat16)
+    (step,) = kernels(check(norm, data(3, 5003, dtype=torch.bfloat16), count=1, tuning=ANY, **near(torch.bfloat16)))
+    assert step.kernel.registers == 40
+    ptx = triton_compile.compile_for_hopper(step.kernel, CACHE).handle.asm["ptx"]
+    assert ".maxnreg 40" in ptx
+
+
+def test_what_all_rows_share_needs_no_address_for_each_element() -> None:
+    program = lambda x, w: F.layer_norm(x, (5003,), w, None)  # noqa: E731
+    (step,) = kernels(check(program, data(3, 5003, dtype=torch.bfloat16), data(5003, dtype=torch.bfloat16), count=1, tuning=ANY,
+                            **near(torch.bfloat16)))
+    assert "p1 + (-shift) + at_0, mask=m1_0" in step.kernel.source
+    flat = lambda x, b: F.gelu(x + b)  # noqa: E731
+    check(flat, data(3, 5003, dtype=torch.bfloat16), data(5003, dtype=torch.bfloat16), count=1)
+
+
 def test_rows_that_are_held_whole() -> None:
     softmax = lambda x: x.softmax(-1)  # noqa: E731
     assert strips_of(softmax, data(600, 8192, dtype=torch.bfloat16))[0] == 0, "one sum only, and no lane is empty"
