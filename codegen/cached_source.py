@@ -130,9 +130,11 @@ class CachedWriter(WordWriter):
         self._inside, self._at_hand = False, ""
 
     def _compute_all(self, blocks: Sequence[Block], reduces: list[Step], stores: list[Step]) -> None:
-        """The same with several blocks: one after the other, but sums of exponentials with all of them at a time."""
+        """The same with several blocks: one after the other, but sums of exponentials of what is loaded with all at a time. What
+        is computed of it would be computed twice, or held."""
         sums = self._sums(reduces)
-        if stores or not blocks or {*reduces} != {*sums, *(step for step in reduces if step.text == ONLINE)}:
+        exponentials = {*reduces} == {*sums, *(step for step in reduces if step.text == ONLINE)}
+        if stores or not blocks or not exponentials or not all(plain(highest.args[0]) for highest in sums):
             for block in blocks:
                 self._compute(block.loaded, block.start, reduces, stores, block.inside)
             return

@@ -34,7 +34,7 @@ def raise_exponentials(body: Body) -> None:
     The machine's power of two takes denormal numbers for zero. To keep them, three more instructions ask whether it is one, and
     scale it. What these lose is less than 2^-158, of which 16 bits show nothing, not even times a gradient of 2^24.
     """
-    for step in [step for step in body.steps if step.level == FULL and step.text in _RAISED and step.dtype is torch.float32]:
+    for step in [step for step in body.steps if step.text in _RAISED and step.dtype is torch.float32 and _below_one(step)]:
         users = [user for user in body.steps if step in user.args]
         if not _shared_out(body, step, users):
             factors = [factor_of(user, step) for user in users]
@@ -46,6 +46,15 @@ def raise_exponentials(body: Body) -> None:
                 body.steps.insert(body.steps.index(user), smaller)
                 user.args = tuple(smaller if arg is factor else arg for arg in user.args)
         step.text = _RAISED[step.text]
+
+
+def _below_one(power: Step) -> bool:
+    """Is it an exponential of a row's elements less their maximum? Others might be too large."""
+    exponent = power.args[0]
+    if power.level != FULL or exponent.text != "{0} - {1}":
+        return False
+    value, highest = exponent.args
+    return highest.stage == "reduce" and highest.text == "max" and highest.args[0] is value
 
 
 def _shared_out(body: Body, power: Step, users: list[Step]) -> bool:

@@ -133,6 +133,31 @@ def test_only_sums_of_float32_take_the_fast_exponential() -> None:
     assert "libdevice.exp(" in source and "fast_expf" not in source
 
 
+def test_what_is_computed_of_logits_is_computed_once_a_walk() -> None:
+    """Sums of what is loaded, of several blocks at a time, share a maximum; what is computed of it goes block by block."""
+
+    def capped(x: Tensor, target: Tensor) -> list[Tensor]:
+        leaf = x.detach().requires_grad_()
+        out = F.cross_entropy(torch.tanh(leaf.float() / 30) * 30, target)
+        (grad,) = torch.autograd.grad(out, leaf)
+        return [out.detach(), grad]
+
+    x, target = inputs(20_000)
+    check(capped, x, target, tuning=FEW, rtol=2e-2, atol=1e-6)
+    check(loss, x, target, tuning=FEW)
+    (kernel,) = cached(x, target)
+    held = len(set(re.findall(r"_held\d+", kernel.source)))
+    assert kernel.source.count("_high = _max_bf16(") == (4 - 1) + (held - 1) and kernel.source.count("_near = ") == 2
+
+    def halved(x: Tensor, target: Tensor) -> Tensor:
+        return (torch.tanh(x.float() / 30) * 30).softmax(1).to(x.dtype)
+
+    with settings.override(disable="long_norms"):
+        check(halved, x, target, tuning=FEW, rtol=2e-2, atol=1e-6)
+        sources = [kernel.source for kernel in cached(x, target, halved)]
+    assert sources and all("_held0" in source and "_near = " not in source for source in sources)
+
+
 def test_infinite_and_nan_logits() -> None:
     x, target = inputs(20_000)
     x[0, :4_000], x[1, 7], x[2] = float("-inf"), float("nan"), float("-inf")

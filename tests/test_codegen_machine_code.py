@@ -82,8 +82,11 @@ def test_tiny_shares_of_a_softmax_are_kept() -> None:
     assert x[0].bfloat16().float().softmax(-1).bfloat16()[1] > 0
     gradient = lambda x, g: torch.ops.aten._softmax_backward_data(g, x.softmax(-1), -1, x.dtype)  # noqa: E731
     check(gradient, rows(3, 700), rows(3, 700), count=1)
-    both = lambda x: [x.softmax(-1), x.exp()]  # noqa: E731
-    check(both, rows(3, 700), count=1)
+    large = torch.full((3, 700), 80.0).bfloat16()
+    check(lambda x: [x.exp() * x.sum(-1, keepdim=True) * 1e-4, x.softmax(-1), x.exp()], large, count=1)
+    scaled = lambda x: x.exp() * torch.rsqrt(x.float().sum(-1, keepdim=True))  # noqa: E731
+    check(scaled, large, count=1)
+    check(scaled, large.half() / 8, count=1)
 
 
 def test_tanh_has_no_branches() -> None:
