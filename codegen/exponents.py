@@ -34,7 +34,9 @@ def raise_exponentials(body: Body) -> None:
     The machine's power of two takes denormal numbers for zero. To keep them, three more instructions ask whether it is one, and
     scale it. What these lose is less than 2^-158, of which 16 bits show nothing, not even times a gradient of 2^24.
     """
-    for step in [step for step in body.steps if step.text in _RAISED and step.dtype is torch.float32 and _below_one(step)]:
+    for step in [step for step in body.steps if step.text in _RAISED and step.dtype is torch.float32]:
+        if step.level != FULL or below_maximum(step) is None:  # others might be too large
+            continue
         users = [user for user in body.steps if step in user.args]
         if not _shared_out(body, step, users):
             factors = [factor_of(user, step) for user in users]
@@ -48,13 +50,12 @@ def raise_exponentials(body: Body) -> None:
         step.text = _RAISED[step.text]
 
 
-def _below_one(power: Step) -> bool:
-    """Is it an exponential of a row's elements less their maximum? Others might be too large."""
-    exponent = power.args[0]
-    if power.level != FULL or exponent.text != "{0} - {1}":
-        return False
-    value, highest = exponent.args
-    return highest.stage == "reduce" and highest.text == "max" and highest.args[0] is value
+def below_maximum(power: Step) -> tuple[Step, Step] | None:
+    """(value, its maximum) where ``power``, some function of one number, is one of value - maximum, which is never above 0."""
+    if power.args[0].text != "{0} - {1}":
+        return None
+    value, highest = power.args[0].args
+    return (value, highest) if highest.stage == "reduce" and highest.text == "max" and highest.args[0] is value else None
 
 
 def _shared_out(body: Body, power: Step, users: list[Step]) -> bool:

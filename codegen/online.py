@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from codegen.body import Body, Step
-from codegen.exponents import ROUGH
+from codegen.exponents import ROUGH, below_maximum
 
 ONLINE = "exp_add"
 _EXPONENTIALS = ("libdevice.exp({0})", "tl.exp({0})", ROUGH)
@@ -46,12 +46,8 @@ def pairs(body: Body) -> list[Step]:
 
 def _pair(term: Step) -> tuple[Step, Step, str] | None:
     """(value, its maximum, the exponential's name) where ``term`` is exp(value - maximum)."""
-    if term.text not in _EXPONENTIALS or term.args[0].text != "{0} - {1}":
-        return None
-    value, highest = term.args[0].args
-    if highest.stage != "reduce" or highest.text != "max" or highest.args[0] is not value:
-        return None
-    return value, highest, term.text.removesuffix("({0})")
+    found = below_maximum(term) if term.text in _EXPONENTIALS else None
+    return (*found, term.text.removesuffix("({0})")) if found is not None else None
 
 
 def loop_lines(highest: str, value: str, sums: dict[str, str], axis: int, lane: int = 0) -> list[str]:
