@@ -16,7 +16,7 @@ from codegen.fuse import plan
 from codegen.kernel import ExternStep, Kernel, KernelStep, Plan
 from codegen.memory_plan import MemoryPlan
 from codegen.step_use import StepUse, kernel_use, node_use
-from codegen.tuning import HOPPER, Tuning
+from codegen.tuning import HOPPER, INTERPRETER, Tuning
 from ir_nodes import call, ops
 from ir_nodes.reference import window
 
@@ -136,7 +136,8 @@ def check(program: Callable[..., Any], *inputs: torch.Tensor, count: int | None 
         index = buffer_of(recording, wanted, tensor)
         if index in held:
             assert_same(typed(memory[index], tensor), tensor, rtol, atol)
-    compile_all(made)
+    if tuning is not INTERPRETER:  # no GPU ever gets such blocks: they are as large as numpy likes them
+        compile_all(made)
     return made
 
 

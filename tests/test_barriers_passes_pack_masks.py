@@ -86,7 +86,7 @@ def packed(graph: Graph) -> int:
 
 @pytest.mark.parametrize("tuning", [HOPPER, LOOPED], ids=["hopper", "looped"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rows, width", [(6, 24), (5, 40), (40, 16)])
+@pytest.mark.parametrize("rows, width", [(3, 24), (3, 40), (8, 16)])
 def test_dropout_waits_for_backward_as_bits(rows: int, width: int, dtype: torch.dtype, tuning: Tuning) -> None:
     graph, made, remarks = both(partial(dropping, rows, width, dtype), replace(tuning, philox_blocks=4), exact=False)
     assert packed(graph) == 2 and sum(node.target == UNPACKED for node in graph.nodes) == 2
@@ -97,14 +97,14 @@ def test_dropout_waits_for_backward_as_bits(rows: int, width: int, dtype: torch.
 def test_rows_in_strips() -> None:
     """A thread has the eight neighbours; bits are stored before anything is reduced."""
     for dtype in (torch.float32, torch.bfloat16):
-        _, made, _ = both(partial(dropping, 6, 768, dtype), HOPPER.changed("few=0"), exact=False)
+        _, made, _ = both(partial(dropping, 2, 768, dtype), HOPPER.changed("few=0"), exact=False)
         sources = [step.kernel.source for step in kernels(made) if "_of_eight(tl" in step.kernel.source]
         assert len(sources) == 2 and all("i1_2" in source for source in sources)
         for source in sources:
             assert source.rindex("_of_eight(tl") < source.rindex("tl.reduce(t")
         assert sum("_to_eight(tl" in step.kernel.source for step in kernels(made)) == 2
         compile_all(made)
-    before = plan(dropping(6, 768, torch.bfloat16).graph, tuning=HOPPER.changed("few=0"))
+    before = plan(dropping(2, 768, torch.bfloat16).graph, tuning=HOPPER.changed("few=0"))
     assert shuffles(made) == shuffles(before), "each thread puts its own bits together"
 
 

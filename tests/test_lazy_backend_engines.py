@@ -60,7 +60,7 @@ def losses(device: str) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     generator = torch.Generator().manual_seed(0)
     found = []
-    for _ in range(50):
+    for _ in range(25):
         tokens, targets = corpus.batch(text.train, 2, model.config.context, generator)
         loss = model.loss(tokens.to(device), targets.to(device))
         optimizer.zero_grad()

@@ -17,7 +17,7 @@ from ir_nodes import settings
 from lazy_backend import flush
 from tests.device import DEVICE, ON_GPU
 
-WIDTH, STEPS = 32, 4
+WIDTH, STEPS = 32, 4 if ON_GPU else 2
 LAYERS = (False, True)
 SUMS = len(LAYERS) * (2 + 1)
 """Of queries, keys and values two, of a gate and what it lets through one."""
