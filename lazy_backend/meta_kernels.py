@@ -1,4 +1,4 @@
-"""Lets PyTorch's shape functions in Python run without Dynamo. Imports torch and `lazy_backend.core` only.
+"""Lets PyTorch's shape functions in Python run without Dynamo. Imports torch and parts below it.
 
 The core asks Meta kernels for shapes. PyTorch marks those that are Python as nothing to compile, and the mark imports Dynamo at
 its first call: more than half of what `import torch` takes, at a program's first op. A mark looks for what it has kept of an
@@ -16,6 +16,7 @@ import torch
 import torch._decomp
 
 from lazy_backend import core
+from lazy_backend.watched import is_full
 
 _MARK = getattr(torch, "_disable_dynamo", lambda function: function)(lambda: None).__code__
 """Of every function that a mark makes of another one."""
@@ -29,25 +30,21 @@ def marked(function: Any, seen: set[int]) -> Iterator[FunctionType]:
         return
     seen.add(id(function))
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-        try:
-            inner = cell.cell_contents
-        except ValueError:  # not bound yet
-            continue
+        inner = cell.cell_contents if is_full(cell) else None
         if function.__code__ is _MARK and name == "fn" and isinstance(inner, FunctionType):
             yield inner
         yield from marked(inner, seen)
 
 
 def free(native: ModuleType) -> None:
-    """Takes the marks off all Meta kernels that PyTorch has written in Python, unless Dynamo is there anyway."""
+    """Takes the marks off all Meta kernels that PyTorch has written in Python, for good, unless Dynamo is there anyway."""
     if "torch._dynamo" in sys.modules:
         return
     seen: set[int] = set()
     for table in torch._decomp.global_decomposition_table.values():
         for kernel in table.values():
             for function in marked(kernel, seen):
-                if not hasattr(function, _KEPT):
-                    setattr(function, _KEPT, function)
+                setattr(function, _KEPT, function)
 
 
 core.at_start(free)
