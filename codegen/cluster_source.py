@@ -44,7 +44,8 @@ def _in_turn():
 
 
 class ClusterWriter(CachedWriter):
-    """Adds the parts of a kernel whose programs share rows: `_hold_all`, then `_walk_held` for sums and for results."""
+    """Adds the parts of a kernel whose programs share rows: `_hold_all`, then `_walk_held` for sums and for results, and
+    `_store_apart` at the end of any."""
 
     def _several(self) -> int:
         """How many programs share a row; 0 where one walks it."""
@@ -153,6 +154,22 @@ class ClusterWriter(CachedWriter):
         for name, exp in sums.items():
             terms = [f"{name}_{part} * {exp}({highest}_{part} - {highest}_base)" for part in range(count)]
             self._line(f"{name} = " + " + ".join(terms))
+
+    def _store_apart(self) -> None:
+        """The element of each row that is stored behind the others (`codegen.apart`), by a program that has stored those."""
+        stores = [step for step in self.body.steps if step.stage == "store" and step.access and not step.access.scattered]
+        stores = [step for step in stores if len(step.args) > 1]
+        if stores:
+            self._line("tl.debug_barrier()  # what follows replaces an element that another thread may have stored")
+        for store in stores:
+            _, index, value = map(self._name, store.args)
+            valid = f"({index} >= 0) & ({index} < {self._extent(1)})"
+            if self._several() > 1:
+                place = f"({index} + shift)" if self.tile.peel > 1 else index
+                valid += f" & ({place} // B1 % {self.tile.cluster} == part)"
+            (*_, stride) = (self.tile.strides[id(store)][dim] for dim in self._dims(1))
+            offset = " + ".join([*self._terms(store).get(0, ["i0 * 0"]), self._scaled(index, stride, 1, ())])
+            self._line(f"tl.store({self._pointer(store)} + {offset}, {value}, mask={self._rows_guard()}{valid})")
 
     def _blocks_held(self) -> int:
         assert self.tile.walk is not None

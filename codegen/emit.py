@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from typing import Callable
 
+from codegen.apart import store_apart
 from codegen.body import Body, BodyBuilder, Scratch
 from codegen.columns import column_width
 from codegen.exponents import fold_logarithms, powers_first, raise_exponentials
@@ -107,6 +108,8 @@ def build(group: Group, outside: set[Value]) -> Body:
     fold_logarithms(body)
     rough_tangents(body)
     powers_first(body)
+    if not (group.split or group.crossed) and settings.enabled("stores_apart"):
+        store_apart(body)
     return body
 
 

@@ -132,7 +132,7 @@ def sum_one_hots(body: Body) -> None:
     for step in list(body.steps):
         if step.stage == "reduce" and step.text == "add" and not step.across:
             rounding, hot = _unrounded(step.args[0])
-            if hot.text == ONE_HOT and _along(body, hot.args[0]) and all(arg.level != FULL for arg in hot.args[1:]):
+            if hot.text == ONE_HOT and along(body, hot.args[0]) and all(arg.level != FULL for arg in hot.args[1:]):
                 _pick(body, step, rounding, hot)
     for step in body.steps:
         if step.args:
@@ -150,7 +150,7 @@ def _unrounded(step: Step) -> tuple[str, Step]:
     return "{0}", step
 
 
-def _along(body: Body, position: Step) -> bool:
+def along(body: Body, position: Step) -> bool:
     """True where the position counts from the row's first element to its last."""
     return position.stage == "coord" and body.reduced == ((1, body.extent),) and position.form == forms.collapse(
         (body.kept, body.extent), (0, 1))

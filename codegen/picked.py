@@ -4,7 +4,7 @@ log-softmax. Imports codegen's leaf modules and `ir_nodes`."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Callable
+from typing import TYPE_CHECKING, Callable, Mapping
 
 from codegen import forms
 from codegen.forms import Form
@@ -19,14 +19,14 @@ MOST = 16
 
 
 def pick(body: Body, source: Step, index: Step, interval: tuple[int, int], kept: Callable[[Form], Form],
-         written: set[Buffer]) -> Step | None:
+         written: set[Buffer], known: Mapping[Step, Step] = {}) -> Step | None:
     """``source`` at ``index`` along the rows, which are ``interval`` of the linear index, in new steps of ``body``; None where
     that takes more than elementwise steps over what is loaded. ``kept`` embeds a form of one element a row; what is ``written``
-    by the kernel is left alone, for other threads may have done so."""
-    needed = _behind(source)
+    by the kernel is left alone, for other threads may have done so. ``known``: what some steps are there."""
+    needed = _behind(source, known)
     if len(needed) > MOST or not all(_can(step, interval, body.numel, written) for step in needed):
         return None
-    made: dict[int, Step] = {}
+    made = {id(step): one for step, one in known.items()}
     for step in [step for step in body.steps if step in needed]:
         if step.stage == "load":
             stride, rest = forms.along(step.form, interval, body.numel) or (0, ())
@@ -39,13 +39,13 @@ def pick(body: Body, source: Step, index: Step, interval: tuple[int, int], kept:
     return made[id(source)]
 
 
-def _behind(source: Step) -> dict[Step, None]:
-    """The step and those over the full space that it takes; more than `MOST` where there are many."""
+def _behind(source: Step, known: Mapping[Step, Step]) -> dict[Step, None]:
+    """The step and those over the full space that it takes, but what is ``known``; more than `MOST` where there are many."""
     found: dict[Step, None] = {}
     waiting = [source]
     while waiting and len(found) <= MOST:
         step = waiting.pop()
-        if step.level == FULL and step not in found:
+        if step.level == FULL and step not in found and step not in known:
             found[step] = None
             waiting += step.args
     return found

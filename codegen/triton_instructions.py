@@ -280,7 +280,7 @@ class InstructionWriter(BitWriter):
         if step.partial:
             share, axis = ("pid", 1) if step.across else ("share", self._kept_axis())
             offset = f"{share} * {self._extent(axis)} + {offset}"
-        (value,) = step.args
+        value = step.args[0]
         where = f"{self._pointer(step)} + {offset}" if offset else self._pointer(step)
         if offset in ("base + at", "base + i1") and not self._inside:
             rows, hint = self._rows_guard(), self._hint(step)

@@ -57,6 +57,7 @@ class SourceWriter(ClusterWriter):
             self._line(f"{WAIT}  # for the kernel before this one")
         self._prologue()
         self._passes()
+        self._store_apart()
         blocks = ["B0", "B1", "BK"] if self.tile.depth else ["B0", "B1"]
         parameters = ", ".join([*self.arguments.names(), *(f"{block}: tl.constexpr" for block in blocks)])
         text = "\n".join(self._lines)

@@ -1,0 +1,67 @@
+"""Stores a row's one element that differs from what the others are computed by, apart from them. Imports codegen's leaf modules.
+
+The gradient of a loss over classes is a row's shares, and of one class one less. To ask of each element whether it is that one
+takes two instructions of nine, which long rows wait for. So all are stored as if none was, and then that one, behind a barrier: on
+an H200, 4,096 rows of 128,256 in float32 take 1,044 us instead of 1,124.
+"""
+
+from __future__ import annotations
+
+from codegen import mixing
+from codegen.body import Body, Step
+from codegen.instructions import FULL, KEPT, UNIFORM
+from codegen.onehot import ONE_HOT, along
+from codegen.picked import pick
+
+LEAST = 8192
+"""Elements of rows for which that is worth a barrier, and an element that is loaded by itself."""
+
+
+def store_apart(body: Body) -> None:
+    """Give stores of rows with a `ONE_HOT` its index, and the element there, as further arguments."""
+    if body.reduced is None or body.extent < LEAST or any(step.across for step in body.steps):
+        return
+    written = {step.access.value.buffer for step in body.steps if step.stage == "store" and step.access is not None}
+    for store in [step for step in body.steps if step.stage == "store" and step.level == FULL and len(step.args) == 1]:
+        hot = _only_hot(body, store)
+        if hot is None:
+            continue
+        _, index, value = hot.args
+        minus = body.add(Step("expr", value.dtype, KEPT, 0, (value,), "-{0}"))
+        interval, crossed = body.reduced[0], False
+        alone = pick(body, store.args[0], index, interval, lambda form: mixing.embedded(  # type: ignore[arg-type, return-value]
+            form, body.reduced or (), body.numel, crossed, KEPT), written, {hot: minus})
+        if alone is not None:
+            store.args += (index, alone)
+            store.phase = max(store.phase, alone.phase)
+            hot.text, hot.args, hot.level, hot.phase = "0.0", (), UNIFORM, 0
+    body.steps.sort(key=lambda step: step.stage == "store")
+    body.drop_unused()
+
+
+def _only_hot(body: Body, store: Step) -> Step | None:
+    """The `ONE_HOT` of which the ``store``'s value is made, if nothing else is, and its index waits for no sum."""
+    needed = _behind(store.args[0])
+    found = [step for step in needed if step.text == ONE_HOT]
+    if len(found) != 1 or not along(body, found[0].args[0]):
+        return None
+    hot, (_, index, value) = found[0], found[0].args
+    made = {hot}
+    for step in body.steps:
+        if any(arg in made for arg in step.args):
+            if step not in needed and step is not store or step.level != FULL:
+                return None
+            made.add(step)
+    return hot if index.level != FULL and value.level != FULL and not index.phase else None
+
+
+def _behind(source: Step) -> dict[Step, None]:
+    """The step and those over the full space that it takes."""
+    found: dict[Step, None] = {}
+    waiting = [source]
+    while waiting:
+        step = waiting.pop()
+        if step.level == FULL and step not in found:
+            found[step] = None
+            waiting += step.args
+    return found
