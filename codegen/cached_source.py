@@ -12,11 +12,13 @@ import torch
 
 from codegen.body import Body, Step
 from codegen.cached_rows import TOGETHER
+from codegen.exponents import FROM, POWER, ROUGH, SLACK, UNIT
 from codegen.instructions import FULL
 from codegen.online import ONLINE
 from codegen.source_args import ArgumentList
 from codegen.tile import Tile
 from codegen.word_source import WordWriter
+from ir_nodes import settings
 
 PAIRS = '''
 @triton.jit
@@ -154,18 +156,28 @@ class CachedWriter(WordWriter):
         high, new = f"tl.reduce(tl.reshape({name}_high{widened}, {apart}), 2, _max)", f"{name}_new" if running else f"{name}_acc"
         self._line(f"{new} = " + (f"_max({name}_acc, {high})" if running else high))
         self._line(f'{name}_base = tl.where({new} == float("-inf"), 0.0, {new})')
-        self._line(f"{name}_near = tl.reshape(tl.broadcast_to({name}_base[:, :, None], {apart}), [B0, B1])")
+        scaled = bool(widened) and settings.enabled("scaled_exponentials") and all(ROUGH.startswith(one) for one in relative.values())
+        near = {"near": f"{name}_base"}
+        if scaled:
+            self._line(f"{name}_unit = {UNIT.format(f'{name}_base')}")
+            self._line(f"{name}_from = {FROM.format(f'{name}_base', f'{name}_unit')}")
+            near = {"units": f"{name}_unit", "near": f"{name}_from"}
+        for each, one in near.items():
+            self._line(f"{name}_{each} = tl.reshape(tl.broadcast_to({one}[:, :, None], {apart}), [B0, B1])")
         for number, block in enumerate(blocks):
             value = self._value(block, highest)
             for total, exponential in relative.items():
                 power = f"{exponential}({value} - {name}_near)"
+                if scaled:
+                    power = POWER.format(value, f"{name}_units", f"{name}_near")
                 if self._in_place:
                     power = block.name
                     self._line(f"{power} = libdevice.exp({value} - {name}_near)")
                 self._line(f"{total}_each {'+=' if number else '='} {power}")
         for total, exponential in relative.items():
-            scaled = f"{total}_acc * {exponential}({name}_acc - {name}_base) + " if running else ""
-            self._line(f"{total}_acc = {scaled}tl.reduce(tl.reshape({total}_each, {apart}), 2, _add)")
+            before = f"{total}_acc * {exponential}({name}_acc - {name}_base) + " if running else ""
+            slack = " * " + SLACK.format(f"{name}_base", f"{name}_unit", f"{name}_from") if scaled else ""
+            self._line(f"{total}_acc = {before}tl.reduce(tl.reshape({total}_each, {apart}), 2, _add){slack}")
         if running:
             self._line(f"{name}_acc = {new}")
 

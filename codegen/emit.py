@@ -9,7 +9,7 @@ from typing import Callable
 from codegen.apart import store_apart
 from codegen.body import Body, BodyBuilder, Scratch
 from codegen.columns import column_width
-from codegen.exponents import fold_logarithms, powers_first, raise_exponentials
+from codegen.exponents import fold_logarithms, powers_first, raise_exponentials, scale_exponentials
 from codegen.group import Group, new_group
 from codegen.instructions import KEPT
 from codegen.kernel import Kernel, KernelStep, Temporary
@@ -117,6 +117,8 @@ def _whole(body: Body, tile: Tile, nodes: tuple[Node, ...], scratch: Scratch, tu
     """The one launch of a group."""
     if tile.looped:
         merge_passes(body)
+    if tile.walk is not None and settings.enabled("scaled_exponentials"):
+        scale_exponentials(body)
     full = tile.walk is not None and tile.walk.programs == 1  # of what is held: its registers have no room for both kinds
     if tile.reduced_axis is not None and not full and settings.enabled("raised_exponentials"):
         raise_exponentials(body)

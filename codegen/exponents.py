@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from codegen.body import Body, Step
-from codegen.instructions import FULL
+from codegen.instructions import FULL, KEPT
+from codegen.promotion import HALF
 
 ROUGH = "libdevice.fast_expf({0})"
 _LOG2_E = "1.4426950408889634"
@@ -13,6 +14,15 @@ _FOLDED = f"tl.exp2(({{0}} - {{1}}) * {_LOG2_E} - {{2}} * {_LOG2_E})"
 _HIGHER = 32
 _RAISED = {"tl.exp({0})": f"libdevice.exp2({{0}} * {_LOG2_E} + {_HIGHER}.0)"}
 _PRODUCTS = ("{0} * {1}", "{0} - {1} * {2}")
+
+UNIT = f"tl.where(tl.abs({{0}}) < {1 << 20}.0, {_LOG2_E}, 1.0)"
+"""What exponents are multiplied by, of 16-bit elements less a maximum of so much. Of larger numbers, the next smaller one in 16
+bits is thousands away: whatever the base, its power is zero, and numbers times 1 overflow no more than numbers do."""
+FROM = "{0} * {1}"
+POWER = "tl.exp2(tl.fma({0}, {1}, -{2}))"
+"""(element, unit, the maximum times it): one multiply-add. What rounding leaves of the maximum's own exponent, less than 1, is in
+all powers, and `SLACK` takes it out of their sum, or out of what they are multiplied by."""
+SLACK = "tl.exp2(-tl.fma({0}, {1}, -{2}))"
 
 
 def fold_logarithms(body: Body) -> None:
@@ -48,6 +58,47 @@ def raise_exponentials(body: Body) -> None:
                 body.steps.insert(body.steps.index(user), smaller)
                 user.args = tuple(smaller if arg is factor else arg for arg in user.args)
         step.text = _RAISED[step.text]
+
+
+def scale_exponentials(body: Body) -> None:
+    """Exponentials of a row's 16-bit elements less their maximum take one multiply-add each, where they are multiplied by a number
+    of the row, which then makes up for the rest: what the maximum's product was rounded by, and a logarithm. Where denormal
+    numbers count, powers are 2^32 times as large, as in `raise_exponentials`."""
+    for step in list(body.steps):
+        raised = step.text in _RAISED
+        if step.level != FULL or not (raised or step.text == _FOLDED):
+            continue
+        found = below_maximum(step) if raised else (step.args[0], step.args[1])
+        factors = {user: factor_of(user, step) for user in body.steps if step in user.args}
+        if found is None or not _in_memory(found[0]) or found[1].level != KEPT or None in factors.values():
+            continue
+        made: list[Step] = []
+
+        def row(text: str, *args: Step) -> Step:
+            made.append(Step("expr", torch.float32, KEPT, max(arg.phase for arg in args), args, text))
+            return made[-1]
+
+        value, highest = found
+        unit = row(UNIT, highest)
+        start = row(FROM + f" - {_HIGHER}.0" * raised, highest, unit)
+        rest = row(SLACK, highest, unit, start) if raised else row(
+            SLACK.removesuffix(")") + f" - {{3}} * {_LOG2_E})", highest, unit, start, step.args[2])
+        step.text, step.args = POWER, (value, unit, start)
+        place = body.steps.index(step)
+        body.steps[place:place] = made
+        for user, factor in factors.items():
+            assert factor is not None
+            scaled = row("{0} * {1}", factor, rest)
+            user.args = tuple(scaled if arg is factor else arg for arg in user.args)
+            body.steps.insert(body.steps.index(user), scaled)
+    body.drop_unused()
+
+
+def _in_memory(step: Step) -> bool:
+    """Is it a 16-bit number as it was loaded?"""
+    if step.text == "{0}":
+        return _in_memory(step.args[0])
+    return step.stage == "load" and step.access is not None and step.access.dtype in HALF and step.dtype is torch.float32
 
 
 def below_maximum(power: Step) -> tuple[Step, Step] | None:

@@ -35,6 +35,7 @@ OPTIMISATIONS: dict[str, str] = {
     "held_rows": "rows too long to be held whole are held block by block, by several programs where one has no room",
     "cached_rows": "rows too long for registers are walked twice where their multiprocessor's cache holds them",
     "stores_apart": "a long row's element that differs, as the target's gradient, is stored behind the others, which ask nothing",
+    "scaled_exponentials": "exponentials of a long row's 16-bit elements take a multiply-add each, instead of three instructions",
     "raised_exponentials": "a softmax in 16 bits computes exponentials 2^32 times as large: none is too small for the machine",
     "split": "long reductions with few results are split over programs",
     "tiling": "two-dimensional tiles where operands disagree on the fast axis",
