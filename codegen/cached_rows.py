@@ -34,9 +34,6 @@ WAYS = ((8, 3), (16, 4), (32, 4))
 rows of 128,256 in float32, which are longer than it, seven blocks instead of three save a twentieth of the time on an H200, of a
 softmax of as many in 16 bits a tenth."""
 
-PRESSED = 3
-"""The same of a 16-bit loss that leaves its gradient: beside what it computes with at a time six blocks fit and seven do not."""
-
 LONGEST = 5
 """How many times as long as what the cache holds rows may be: what it does hold is still read once. On an H100 rows of 256,000 in
 float32 take 0.93 of the time of loops that leave them to the cache of all multiprocessors, of 128,256 0.81."""
@@ -126,11 +123,10 @@ def _cached(body: Body, tuning: Tuning, stride: int, width: int) -> tuple[Walk |
     row, room = body.extent * width, tuning.cached << 10
     if not tuning.cached or row > LONGEST * room or not settings.enabled("cached_rows"):
         return None, 0
-    pressed = width == 2 and makes_gradient(body)
     for warps, least in WAYS:
         block = warps * 32 * 16 // width
         whole = (body.extent - 1) // block - (stride * width % 16 > 0)
-        least = min(PRESSED if pressed else least, whole - TOGETHER)
+        least = min(least, whole - TOGETHER)
         held = least + (whole - least) % TOGETHER
         fits = (row - held * block * width) * (32 // warps) <= room
         if whole >= TOGETHER and (fits or warps == 32):

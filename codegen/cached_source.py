@@ -14,10 +14,10 @@ from codegen.body import Body, Step
 from codegen.cached_rows import TOGETHER
 from codegen.exponents import FROM, POWER, ROUGH, SLACK, UNIT
 from codegen.instructions import FULL
+from codegen.loop_source import LoopWriter
 from codegen.online import ONLINE
 from codegen.source_args import ArgumentList
 from codegen.tile import Tile
-from codegen.word_source import WordWriter
 from ir_nodes import settings
 
 PAIRS = '''
@@ -42,26 +42,26 @@ class Block(NamedTuple):
     inside: bool = True
 
 
-class CachedWriter(WordWriter):
-    """Adds `_walk_cached`, one walk; plain loops and what a block computes are the writer's that inherits from it."""
+class CachedWriter(LoopWriter):
+    """Adds `_walk_cached`, one walk."""
 
     def __init__(self, body: Body, tile: Tile, arguments: ArgumentList) -> None:
         super().__init__(body, tile, arguments)
-        self._in_place: dict[Step, tuple[Step, ...]] = {}  # exponentials in the elements' places, and what these are less
         self._at_hand = ""  # the block that is, as it was loaded
         self._hints = {"load": "", "store": ""}  # what loads and stores over whole rows tell the caches
 
-    def _walk(self, steps: str, sinks: list[Step], end: str, inside: bool = False) -> None:
-        raise NotImplementedError
-
-    def _block(self, reduces: list[Step], stores: list[Step]) -> None:
-        raise NotImplementedError
-
-    def _sums(self, reduces: list[Step]) -> dict[Step, dict[str, str]]:
-        raise NotImplementedError
-
-    def _slice(self, sinks: list[Step]) -> set[int]:
-        raise NotImplementedError
+    def _waits_for(self, reduces: list[Step], stores: list[Step], last: bool) -> set[Step]:
+        """What a walk needs. The row's other numbers come behind it, but before the ``last`` walk, which may store over it, what
+        an index picks: so neither the first blocks nor the results wait for it."""
+        picked = [step for step in self.body.steps if last and step.stage in ("gather", "take")]
+        found: set[Step] = set()
+        waiting = [*picked, *(step.args[0] for step in (*reduces, *stores))]
+        while waiting:
+            step = waiting.pop()
+            if step not in found:
+                found.add(step)
+                waiting += step.args
+        return found
 
     def _walked(self) -> tuple[Step, str]:
         """What is loaded of the row, and its name."""
@@ -155,15 +155,9 @@ class CachedWriter(WordWriter):
             self._line(f"{name}_high = {larger}({name}_high, {value})" if number else f"{name}_high = {value}")
         high, new = f"tl.reduce(tl.reshape({name}_high{widened}, {apart}), 2, _max)", f"{name}_new" if running else f"{name}_acc"
         self._line(f"{new} = " + (f"_max({name}_acc, {high})" if running else high))
-        self._line(f'{name}_base = tl.where({new} == float("-inf"), 0.0, {new})')
-        scaled = bool(widened) and settings.enabled("scaled_exponentials") and all(ROUGH.startswith(one) for one in relative.values())
-        near = {"near": f"{name}_base"}
-        if scaled:
-            self._line(f"{name}_unit = {UNIT.format(f'{name}_base')}")
-            self._line(f"{name}_from = {FROM.format(f'{name}_base', f'{name}_unit')}")
-            near = {"units": f"{name}_unit", "near": f"{name}_from"}
-        for each, one in near.items():
-            self._line(f"{name}_{each} = tl.reshape(tl.broadcast_to({one}[:, :, None], {apart}), [B0, B1])")
+        rough = {*relative.values()} <= {ROUGH.removesuffix("({0})")}
+        scaled = bool(widened) and rough and settings.enabled("scaled_exponentials")
+        self._reference(name, new, apart, scaled)
         for number, block in enumerate(blocks):
             value = self._value(block, highest)
             for total, exponential in relative.items():
@@ -180,6 +174,18 @@ class CachedWriter(WordWriter):
             self._line(f"{total}_acc = {before}tl.reduce(tl.reshape({total}_each, {apart}), 2, _add){slack}")
         if running:
             self._line(f"{name}_acc = {new}")
+
+    def _reference(self, name: str, new: str, apart: str, scaled: bool) -> None:
+        """What a thread's exponents are relative to: its maximum, or, ``scaled``, that times their unit; ``apart``: the shape of
+        neighbours."""
+        self._line(f'{name}_base = tl.where({new} == float("-inf"), 0.0, {new})')
+        spread = {f"{name}_near": f"{name}_base"}
+        if scaled:
+            self._line(f"{name}_unit = {UNIT.format(f'{name}_base')}")
+            self._line(f"{name}_from = {FROM.format(f'{name}_base', f'{name}_unit')}")
+            spread = {f"{name}_units": f"{name}_unit", f"{name}_near": f"{name}_from"}
+        for each, one in spread.items():
+            self._line(f"{each} = tl.reshape(tl.broadcast_to({one}[:, :, None], {apart}), [B0, B1])")
 
     def _value(self, block: Block, highest: Step, packed: str = "") -> str:
         """What the maximum is taken of, in a block, -inf outside the row; ``packed``: as it was loaded."""

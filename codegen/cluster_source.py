@@ -14,7 +14,7 @@ import torch
 from codegen.body import Body, Step
 from codegen.cached_source import PAIR_MAX, PAIRS, Block, CachedWriter, plain
 from codegen.exponents import factor_of
-from codegen.instructions import FULL, KEPT
+from codegen.instructions import FULL
 from codegen.online import end_lines
 
 ENTER = "_enter()"
@@ -87,7 +87,7 @@ class ClusterWriter(CachedWriter):
         assert walk is not None
         sums = self._sums(reduces)
         for highest, relative in sums.items():
-            if len(relative) == 1 and not self._pressed():
+            if len(relative) == 1:
                 self._in_place = powers_in_place(self.body, highest, self._walked()[0])
             self._sum_held(highest, [step for step in reduces if step is not highest], relative)
         if stores:
@@ -99,11 +99,6 @@ class ClusterWriter(CachedWriter):
             block = self._block_held(number)
             self._compute(block.loaded, block.start, [], stores, block.inside)
         self._hints = {"load": "", "store": ""}
-
-    def _pressed(self) -> bool:
-        """Does a loss need the registers that accurate exponentials take while all elements are held? Of rows off boundaries it
-        does: on an H200, 50,257 logits in float32 take 918 us with them in place, and 889 computed twice."""
-        return self.tile.peel > 1 and any(step.stage == "store" and step.level == KEPT for step in self.body.steps)
 
     def _shift_powers(self) -> None:
         """What makes of powers relative to neighbours' maximum those that results need: a number a thread."""
@@ -161,15 +156,18 @@ class ClusterWriter(CachedWriter):
         stores = [step for step in stores if len(step.args) > 1]
         if stores:
             self._line("tl.debug_barrier()  # what follows replaces an element that another thread may have stored")
+        kept = self._kept_axis()
         for store in stores:
             _, index, value = map(self._name, store.args)
-            valid = f"({index} >= 0) & ({index} < {self._extent(1)})"
+            valid = f"({index} >= 0) & ({index} < {self._extent(1 - kept)})"
             if self._several() > 1:
                 place = f"({index} + shift)" if self.tile.peel > 1 else index
                 valid += f" & ({place} // B1 % {self.tile.cluster} == part)"
-            (*_, stride) = (self.tile.strides[id(store)][dim] for dim in self._dims(1))
-            offset = " + ".join([*self._terms(store).get(0, ["i0 * 0"]), self._scaled(index, stride, 1, ())])
-            self._line(f"tl.store({self._pointer(store)} + {offset}, {value}, mask={self._rows_guard()}{valid})")
+            strides = self.tile.strides[id(store)]
+            along = self._scaled(index, strides[self._dims(1 - kept)[-1]], 1 - kept, strides)
+            offset = " + ".join([*self._terms(store).get(kept, [f"i{kept} * 0"]), along])
+            guard = f"m{kept} & " * self._guarded(kept)
+            self._line(f"tl.store({self._pointer(store)} + {offset}, {value}, mask={guard}{valid})")
 
     def _blocks_held(self) -> int:
         assert self.tile.walk is not None

@@ -16,12 +16,13 @@ _RAISED = {"tl.exp({0})": f"libdevice.exp2({{0}} * {_LOG2_E} + {_HIGHER}.0)"}
 _PRODUCTS = ("{0} * {1}", "{0} - {1} * {2}")
 
 UNIT = f"tl.where(tl.abs({{0}}) < {1 << 20}.0, {_LOG2_E}, 1.0)"
-"""What exponents are multiplied by, of 16-bit elements less a maximum of so much. Of larger numbers, the next smaller one in 16
-bits is thousands away: whatever the base, its power is zero, and numbers times 1 overflow no more than numbers do."""
+"""(a maximum of 16-bit elements): what their exponents are multiplied by. From 2^20 on, the next smaller number in 16 bits is
+thousands away: whatever the base, its power is zero, and numbers times 1 overflow no more than numbers do."""
 FROM = "{0} * {1}"
+"""(the maximum, its unit)"""
 POWER = "tl.exp2(tl.fma({0}, {1}, -{2}))"
-"""(element, unit, the maximum times it): one multiply-add. What rounding leaves of the maximum's own exponent, less than 1, is in
-all powers, and `SLACK` takes it out of their sum, or out of what they are multiplied by."""
+"""(element, unit, `FROM`): a multiply-add, rounded once. All of a row's powers are off by one factor near 1, as `FROM` is
+rounded, too. `SLACK` of the maximum is its inverse, for their sum, or for what they are multiplied by."""
 SLACK = "tl.exp2(-tl.fma({0}, {1}, -{2}))"
 
 
@@ -61,37 +62,39 @@ def raise_exponentials(body: Body) -> None:
 
 
 def scale_exponentials(body: Body) -> None:
-    """Exponentials of a row's 16-bit elements less their maximum take one multiply-add each, where they are multiplied by a number
-    of the row, which then makes up for the rest: what the maximum's product was rounded by, and a logarithm. Where denormal
-    numbers count, powers are 2^32 times as large, as in `raise_exponentials`."""
+    """Exponentials of a row's 16-bit elements less their maximum take a multiply-add each, if a number of the row multiplies them.
+
+    That number then makes up for the rest: what the maximum's product was rounded by, and a logarithm. Where denormal numbers
+    count, powers are 2^32 times as large, as in `raise_exponentials`.
+    """
     for step in list(body.steps):
-        raised = step.text in _RAISED
-        if step.level != FULL or not (raised or step.text == _FOLDED):
+        if step.level != FULL or step.text != _FOLDED and step.text not in _RAISED:
             continue
-        found = below_maximum(step) if raised else (step.args[0], step.args[1])
+        found = step.args[:2] if step.text == _FOLDED else below_maximum(step)
         factors = {user: factor_of(user, step) for user in body.steps if step in user.args}
-        if found is None or not _in_memory(found[0]) or found[1].level != KEPT or None in factors.values():
-            continue
-        made: list[Step] = []
-
-        def row(text: str, *args: Step) -> Step:
-            made.append(Step("expr", torch.float32, KEPT, max(arg.phase for arg in args), args, text))
-            return made[-1]
-
-        value, highest = found
-        unit = row(UNIT, highest)
-        start = row(FROM + f" - {_HIGHER}.0" * raised, highest, unit)
-        rest = row(SLACK, highest, unit, start) if raised else row(
-            SLACK.removesuffix(")") + f" - {{3}} * {_LOG2_E})", highest, unit, start, step.args[2])
-        step.text, step.args = POWER, (value, unit, start)
-        place = body.steps.index(step)
-        body.steps[place:place] = made
-        for user, factor in factors.items():
-            assert factor is not None
-            scaled = row("{0} * {1}", factor, rest)
-            user.args = tuple(scaled if arg is factor else arg for arg in user.args)
-            body.steps.insert(body.steps.index(user), scaled)
+        if found is not None and _in_memory(found[0]) and found[1].level == KEPT and None not in factors.values():
+            _scale(body, step, found[0], found[1], {user: factor for user, factor in factors.items() if factor is not None})
     body.drop_unused()
+
+
+def _scale(body: Body, power: Step, value: Step, highest: Step, factors: dict[Step, Step]) -> None:
+    """The same for one ``power``, of ``value`` less ``highest``, which its users multiply by their ``factors``."""
+    folded = power.text == _FOLDED
+    unit = _of_row(UNIT, highest)
+    start = _of_row(FROM if folded else f"{FROM} - {_HIGHER}.0", highest, unit)
+    slack = f"{SLACK.removesuffix(')')} - {{3}} * {_LOG2_E})" if folded else SLACK
+    rest = _of_row(slack, highest, unit, start, *power.args[2:])
+    place = body.steps.index(power)
+    body.steps[place:place] = [unit, start, rest]
+    power.text, power.args = POWER, (value, unit, start)
+    for user, factor in factors.items():
+        scaled = _of_row("{0} * {1}", factor, rest)
+        user.args = tuple(scaled if arg is factor else arg for arg in user.args)
+        body.steps.insert(body.steps.index(user), scaled)
+
+
+def _of_row(text: str, *args: Step) -> Step:
+    return Step("expr", torch.float32, KEPT, max(arg.phase for arg in args), args, text)
 
 
 def _in_memory(step: Step) -> bool:

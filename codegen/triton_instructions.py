@@ -234,8 +234,8 @@ class InstructionWriter(BitWriter):
         offset, mask = self._place(step)
         along = f"{index} * {self.arguments.stride(step.access.index_stride)}"
         valid = f"{mask} & " * bool(mask) + f"({index} >= 0) & ({index} < {count})"
-        where = f"{self._pointer(step)} + {offset} + {along}, mask={valid}, other=0"
-        self._line(f"{self._name(step)} = tl.load({where}){self._widened(step)}")
+        self._line(f"{self._name(step)} = tl.load({self._pointer(step)} + {offset} + {along}, mask={valid}, other=0)")
+        self._names[id(step)] += self._widened(step)  # where it is used: nothing has to wait for it before
 
     def _check(self, step: Step) -> None:
         """Stops at an index that is out of range, in those places where there is an element."""
