@@ -62,7 +62,7 @@ def raise_exponentials(body: Body) -> None:
 
 
 def scale_exponentials(body: Body) -> None:
-    """Exponentials of a row's 16-bit elements less their maximum take a multiply-add each, if a number of the row multiplies them.
+    """Exponentials of a row's 16-bit elements less their maximum take a multiply-add each, if a row's number multiplies them.
 
     That number then makes up for the rest: what the maximum's product was rounded by, and a logarithm. Where denormal numbers
     count, powers are 2^32 times as large, as in `raise_exponentials`.

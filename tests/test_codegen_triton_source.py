@@ -86,66 +86,73 @@ LOSS = '''    cuda.gdc_wait()  # for the kernel before this one
     t1 = tl.load(p1)
     t2 = tl.full([], -100, tl.int64)
     tl.device_assert(((t0 >= 0) & (t0 < s0)) | (t0 == t2), "aten::nll_loss_forward: an index is out of range")
-    t4 = tl.load(p2 + i0 * s0 + t0 * s1, mask=(t0 >= 0) & (t0 < s0), other=0).to(tl.float32)
-    t5 = t4
+    t4 = tl.load(p2 + i0 * s0 + t0 * s1, mask=(t0 >= 0) & (t0 < s0), other=0)
+    t5 = t4.to(tl.float32)
     t6 = tl.full([], 1.0, tl.float32)
     t7 = tl.where((t0 >= 0) & (t0 <= 2147483647) & (t0 != t2), t0, -1).to(tl.int32)
     t8 = tl.math.div_rn(t6, t1)
-    t10 = tl.where((t7 >= 0) & (t7 < a0), -t8, 0.0)
-    t11_acc = tl.full([B0, B1 // 8], float("-inf"), tl.float32)
-    t12_acc = tl.full([B0, B1 // 8], 0.0, tl.float32)
+    t9 = tl.full([], 0.0, tl.float32)
+    t11 = tl.where((t7 >= 0) & (t7 < a0), -t8, 0.0)
+    t12 = -t8
+    t13 = tl.load(p2 + i0 * s0 + t7 * s1, mask=(t7 >= 0) & (t7 < s0), other=0)
+    t14 = t13.to(tl.float32)
+    t15_acc = tl.full([B0, B1 // 8], float("-inf"), tl.float32)
+    t16_acc = tl.full([B0, B1 // 8], 0.0, tl.float32)
     for r in tl.range(0, last, B1, num_stages=3):
         i1 = r + tl.arange(0, B1)[None, :]
-        t13 = tl.load(p2 + base + i1).to(tl.float32)
-        t14 = t13
-        t11_in = tl.reshape(t14, [B0, B1 // 8, 8])
-        t11_new = tl.maximum(t11_acc, tl.reduce(t11_in, 2, _max), propagate_nan=tl.PropagateNan.ALL)
-        t11_base = tl.where(t11_new == float("-inf"), 0.0, t11_new)
-        t12_in = tl.reduce(libdevice.fast_expf(t11_in - t11_base[:, :, None]), 2, _add)
-        t12_acc = t12_acc * libdevice.fast_expf(t11_acc - t11_base) + t12_in
-        t11_acc = t11_new
+        t17 = tl.load(p2 + base + i1).to(tl.float32)
+        t18 = t17
+        t15_in = tl.reshape(t18, [B0, B1 // 8, 8])
+        t15_new = tl.maximum(t15_acc, tl.reduce(t15_in, 2, _max), propagate_nan=tl.PropagateNan.ALL)
+        t15_base = tl.where(t15_new == float("-inf"), 0.0, t15_new)
+        t16_in = tl.reduce(libdevice.fast_expf(t15_in - t15_base[:, :, None]), 2, _add)
+        t16_acc = t16_acc * libdevice.fast_expf(t15_acc - t15_base) + t16_in
+        t15_acc = t15_new
     i1 = last + tl.arange(0, B1)[None, :]
     m1 = i1 < n1
     v1 = i1 < (n1 + 7) // 8 * 8
     w1 = i1 < n1 // 8 * 8
-    t13 = tl.load(p2 + base + i1, mask=v1).to(tl.float32)
-    t14 = t13
-    t11_in = tl.reshape(tl.where(m1, t14, float("-inf")), [B0, B1 // 8, 8])
-    t11_new = tl.maximum(t11_acc, tl.reduce(t11_in, 2, _max), propagate_nan=tl.PropagateNan.ALL)
-    t11_base = tl.where(t11_new == float("-inf"), 0.0, t11_new)
-    t12_in = tl.reduce(libdevice.fast_expf(t11_in - t11_base[:, :, None]), 2, _add)
-    t12_acc = t12_acc * libdevice.fast_expf(t11_acc - t11_base) + t12_in
-    t11_acc = t11_new
-    t11 = tl.reduce(t11_acc, 1, _max, keep_dims=True)
-    t11_base = tl.where(t11 == float("-inf"), 0.0, t11)
-    t12 = tl.reduce(t12_acc * libdevice.fast_expf(t11_acc - t11_base), 1, _add, keep_dims=True)
-    t15 = libdevice.log(t12)
-    t16 = t5 - t11 - t15
-    t17 = tl.where(t0 != t2, -t16 * t6, 0.0)
+    t17 = tl.load(p2 + base + i1, mask=v1).to(tl.float32)
+    t18 = t17
+    t15_in = tl.reshape(tl.where(m1, t18, float("-inf")), [B0, B1 // 8, 8])
+    t15_new = tl.maximum(t15_acc, tl.reduce(t15_in, 2, _max), propagate_nan=tl.PropagateNan.ALL)
+    t15_base = tl.where(t15_new == float("-inf"), 0.0, t15_new)
+    t16_in = tl.reduce(libdevice.fast_expf(t15_in - t15_base[:, :, None]), 2, _add)
+    t16_acc = t16_acc * libdevice.fast_expf(t15_acc - t15_base) + t16_in
+    t15_acc = t15_new
+    t15 = tl.reduce(t15_acc, 1, _max, keep_dims=True)
+    t15_base = tl.where(t15 == float("-inf"), 0.0, t15)
+    t16 = tl.reduce(t16_acc * libdevice.fast_expf(t15_acc - t15_base), 1, _add, keep_dims=True)
+    t19 = libdevice.log(t16)
+    t20 = t5 - t15 - t19
+    t21 = tl.where(t0 != t2, -t20 * t6, 0.0)
+    t22 = tl.exp2((t14 - t15) * 1.4426950408889634 - t19 * 1.4426950408889634)
+    t23 = t12 - t22 * t11
+    t24 = t23.to(tl.bfloat16).to(tl.float32)
     tl.debug_barrier()  # what is picked by an index may be overwritten from here on
     for r in tl.range(0, last, B1, num_stages=3):
         i1 = r + tl.arange(0, B1)[None, :]
-        t13 = tl.load(p2 + base + i1).to(tl.float32)
-        t14 = t13
-        t19 = tl.where(tl.arange(0, B1)[None, :] == t7 - r, -t8, 0.0)
-        t20 = tl.exp2((t14 - t11) * 1.4426950408889634 - t15 * 1.4426950408889634)
-        t21 = t19 - t20 * t10
-        t22 = t21.to(tl.bfloat16).to(tl.float32)
-        tl.store(p3 + base + i1, t22)
+        t17 = tl.load(p2 + base + i1).to(tl.float32)
+        t18 = t17
+        t25 = tl.exp2((t18 - t15) * 1.4426950408889634 - t19 * 1.4426950408889634)
+        t26 = t9 - t25 * t11
+        t27 = t26.to(tl.bfloat16).to(tl.float32)
+        tl.store(p3 + base + i1, t27)
     i1 = last + tl.arange(0, B1)[None, :]
     m1 = i1 < n1
     v1 = i1 < (n1 + 7) // 8 * 8
     w1 = i1 < n1 // 8 * 8
-    t13 = tl.load(p2 + base + i1, mask=v1).to(tl.float32)
-    t14 = t13
-    t19 = tl.where(tl.arange(0, B1)[None, :] == t7 - last, -t8, 0.0)
-    t20 = tl.exp2((t14 - t11) * 1.4426950408889634 - t15 * 1.4426950408889634)
-    t21 = t19 - t20 * t10
-    t22 = t21.to(tl.bfloat16).to(tl.float32)
-    tl.store(p3 + base + i1, t22, mask=w1)
+    t17 = tl.load(p2 + base + i1, mask=v1).to(tl.float32)
+    t18 = t17
+    t25 = tl.exp2((t18 - t15) * 1.4426950408889634 - t19 * 1.4426950408889634)
+    t26 = t9 - t25 * t11
+    t27 = t26.to(tl.bfloat16).to(tl.float32)
+    tl.store(p3 + base + i1, t27, mask=w1)
     # the rest of the vectors at the row's ends
-    tl.store(p3 + base + i1, t22, mask=m1 & (w1 == 0))
-    tl.store(p4 + i0, t17)
+    tl.store(p3 + base + i1, t27, mask=m1 & (w1 == 0))
+    tl.store(p4 + i0, t21)
+    tl.debug_barrier()  # what follows replaces an element that another thread may have stored
+    tl.store(p3 + i0 * n1 + t7, t24, mask=(t7 >= 0) & (t7 < n1))
 '''
 
 
