@@ -161,7 +161,7 @@ class ClusterWriter(CachedWriter):
             _, index, value = map(self._name, store.args)
             valid = f"({index} >= 0) & ({index} < {self._extent(1 - kept)})"
             if self._several() > 1:
-                place = f"({index} + shift)" if self.tile.peel > 1 else index
+                place = f"({index} + shift + part * B1)" if self._moved() else index
                 valid += f" & ({place} // B1 % {self.tile.cluster} == part)"
             strides = self.tile.strides[id(store)]
             along = self._scaled(index, strides[self._dims(1 - kept)[-1]], 1 - kept, strides)

@@ -70,7 +70,7 @@ def test_a_softmax_in_16_bits_needs_no_care_for_tiny_exponentials(length: int) -
     with settings.override(disable="long_norms"):
         text = ptx(program, rows(3, length), tuning=many)
     assert count(text, "ex2.approx.ftz.f32") and not count(text, "ex2.approx.f32")
-    with settings.override(disable="long_norms,raised_exponentials"):
+    with settings.override(disable="long_norms,raised_exponentials,scaled_exponentials"):
         assert count(ptx(program, rows(3, length), tuning=many), "ex2.approx.f32")
 
 
@@ -158,7 +158,7 @@ def test_a_losss_gradient_compares_a_place_in_one_instruction() -> None:
 
 @pytest.mark.parametrize("length, room", [(50264, 50264), (50257, 50257)])
 def test_a_losss_gradient_takes_few_instructions(length: int, room: int) -> None:
-    """For each element one difference, two multiply-adds, one exponential, one comparison with its lane's place, one choice."""
+    """For each element one difference, two multiply-adds and one exponential; none asks whether it is the target's."""
     def program(logits: torch.Tensor, target: torch.Tensor) -> list[torch.Tensor]:
         logits = logits.detach().requires_grad_()
         loss = F.cross_entropy(logits.float(), target)
@@ -168,7 +168,7 @@ def test_a_losss_gradient_takes_few_instructions(length: int, room: int) -> None
     made = check(program, padded(4, length, room), target, atol=1e-2, tuning=HOPPER.changed("rewalked=1"))
     (step,) = [step for step in kernels(made) if "backward" in step.kernel.name]
     source = step.kernel.source.rpartition("for r in tl.range")[2]
-    assert "tl.arange(0, B1)[None, :] == t" in source and "tl.exp2(" in source
+    assert "[None, :] == t" not in source and "tl.exp2(" in source
     text = str(triton_compile.compile_for_hopper(step.kernel, CACHE).handle.asm["ptx"]).partition("bar.sync")[2]
     assert not count(text, "ex2.approx.f32"), "denormal probabilities would take three instructions more"
     lanes = count(text, "st.global.v4.b32") * 8
