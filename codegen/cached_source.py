@@ -156,7 +156,7 @@ class CachedWriter(LoopWriter):
         high, new = f"tl.reduce(tl.reshape({name}_high{widened}, {apart}), 2, _max)", f"{name}_new" if running else f"{name}_acc"
         self._line(f"{new} = " + (f"_max({name}_acc, {high})" if running else high))
         rough = {*relative.values()} <= {ROUGH.removesuffix("({0})")}
-        scaled = bool(widened) and rough and settings.enabled("scaled_exponentials")
+        scaled = running and bool(widened) and rough and settings.enabled("scaled_exponentials")
         self._reference(name, new, apart, scaled)
         for number, block in enumerate(blocks):
             value = self._value(block, highest)

@@ -117,8 +117,8 @@ def _whole(body: Body, tile: Tile, nodes: tuple[Node, ...], scratch: Scratch, tu
     """The one launch of a group."""
     if tile.looped:
         merge_passes(body)
-    if tile.walk is not None and settings.enabled("scaled_exponentials"):
-        scale_exponentials(body)
+    if tile.walk is not None and not tile.walk.programs and settings.enabled("scaled_exponentials"):
+        scale_exponentials(body)  # held rows gain nothing: a softmax of 32,000 takes as long, and spills more registers
     full = tile.walk is not None and tile.walk.programs == 1  # of what is held: its registers have no room for both kinds
     if tile.reduced_axis is not None and not full and settings.enabled("raised_exponentials"):
         raise_exponentials(body)
