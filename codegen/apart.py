@@ -11,24 +11,24 @@ from functools import partial
 
 from codegen import forms
 from codegen.body import Body, Step
+from codegen.cached_rows import HELD
 from codegen.forms import Form, Reduced
 from codegen.instructions import FULL, KEPT, UNIFORM
 from codegen.onehot import ONE_HOT, along
 from codegen.picked import pick
 
-LEAST = 8192
-"""Elements of rows for which that is worth a barrier, and an element that is loaded by itself."""
-
 
 def store_apart(body: Body) -> None:
-    """Give stores of rows with a `ONE_HOT` its index, and the element there, as further arguments."""
-    if body.reduced is None or body.extent < LEAST or any(step.across for step in body.steps):
+    """Give stores of rows with a `ONE_HOT` its index, and the element there, as further arguments. Only of rows that registers do
+    not hold whole: shorter ones are not worth a barrier, and an element that is loaded by itself."""
+    if body.reduced is None or any(step.across for step in body.steps):
         return
     stores = [step for step in body.steps if step.stage == "store" and step.access is not None]
     written = {step.access.value.buffer for step in stores if step.access is not None}
     for store in [step for step in stores if step.level == FULL and len(step.args) == 1]:
         hot = _only_hot(body, store)
-        if hot is None:
+        width = store.access.dtype.itemsize if store.access is not None else 0
+        if hot is None or body.extent <= HELD.get((width, True), body.extent):
             continue
         _, index, value = hot.args
         minus = body.add(Step("expr", value.dtype, KEPT, 0, (value,), "-{0}"))

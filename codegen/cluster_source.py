@@ -160,9 +160,10 @@ class ClusterWriter(CachedWriter):
         for store in stores:
             _, index, value = map(self._name, store.args)
             valid = f"({index} >= 0) & ({index} < {self._extent(1 - kept)})"
-            if self._several() > 1:
-                place = f"({index} + shift + part * B1)" if self._moved() else index
-                valid += f" & ({place} // B1 % {self.tile.cluster} == part)"
+            if self._moved():  # the place behind the program's own first block, -1 and less before it
+                valid += f" & ({index} + shift >= 0) & (({index} + shift) // B1 % {self.tile.cluster} == 0)"
+            elif self._several() > 1:
+                valid += f" & ({index} // B1 % {self.tile.cluster} == part)"
             strides = self.tile.strides[id(store)]
             along = self._scaled(index, strides[self._dims(1 - kept)[-1]], 1 - kept, strides)
             offset = " + ".join([*self._terms(store).get(kept, [f"i{kept} * 0"]), along])
