@@ -8,6 +8,7 @@ import torch
 
 from codegen.expressions import Unsupported
 from codegen.instructions import KEPT, Instr, Part, scratch_value
+from codegen.losses import MEAN, NONE
 from codegen.lowering import Lowering, arguments
 from codegen.onehot import ONE_HOT
 from codegen.promotion import compute_dtype
@@ -17,17 +18,32 @@ from ir_nodes.node import Node, Operand
 
 
 def lower_nll_forward(node: Node, scratch: int) -> list[Part]:
-    """nll_loss_forward on (rows, classes): the sum of weights, losses per row, their sum.
+    """nll_loss_forward on (rows, classes): the sum of weights, losses per row, their sum; or losses per row, and 0 for weights.
 
     Weights follow from the targets alone, so whoever waits for their sum, as a mean's gradient does, need not wait for the
     losses, and may share the kernel that makes these.
     """
     args = arguments(node)
     source, target = operand_of(args["self"]), operand_of(args["target"])
-    if len(source.layout.size) != 2 or args["reduction"] not in (1, 2):
-        raise Unsupported("nll_loss without a batch or without a reduction")
+    _check_batch(source)
+    if args["reduction"] == NONE:
+        lowering, dims = reduction(node, source, 1)
+        write_kept(lowering, 0, _loss(lowering, args, source, target), dims)
+        return [_no_weights(node), lowering.part]
     losses = _losses(node, args, source, target, scratch)
     return [_weights(node, args, target), *losses]
+
+
+def _check_batch(source: Operand) -> None:
+    if len(source.layout.size) != 2:
+        raise Unsupported("nll_loss without a batch")
+
+
+def _no_weights(node: Node) -> Part:
+    """ATen's sum of weights where there is no sum."""
+    lowering = Lowering(node, ())
+    lowering.write(1, lowering.expr("0.0", dtype=compute_dtype(node.writes[1].layout.dtype)))
+    return lowering.part
 
 
 def _weights(node: Node, args: dict[str, Any], target: Operand) -> Part:
@@ -53,6 +69,21 @@ def _total_weight(lowering: Lowering, args: dict[str, Any], target: Operand) -> 
 def _losses(node: Node, args: dict[str, Any], source: Operand, target: Operand, scratch: int) -> list[Part]:
     """Per row, then their sum or mean, node.writes[0]."""
     lowering, _ = reduction(node, source, 1)
+    loss = _loss(lowering, args, source, target)
+    layout = Layout.contiguous(loss.dtype, source.layout.size[:1])
+    value = scratch_value(scratch, layout.nbytes, node)
+    lowering.store(value, layout, loss, KEPT)
+    total, dims = reduction(node, Operand(value, layout), None)
+    summed = total.reduce("add", total.load(Operand(value, layout)))
+    if args["reduction"] == MEAN:
+        summed = divide(total, summed, _total_weight(total, args, target))
+    write_kept(total, 0, summed, dims)
+    total.part.later = 1
+    return [lowering.part, total.part]
+
+
+def _loss(lowering: Lowering, args: dict[str, Any], source: Operand, target: Operand) -> Instr:
+    """A row's."""
     index = lowering.load(target, KEPT)
     ignored = lowering.read(args["ignore_index"], index.dtype)
     index = lowering.check(index, source.layout.size[1], ignored)
@@ -60,17 +91,8 @@ def _losses(node: Node, args: dict[str, Any], source: Operand, target: Operand, 
     weight: Instr = lowering.expr("1.0", dtype=picked.dtype)
     if args.get("weight") is not None:
         weight = _class_weight(lowering, operand_of(args["weight"]), index, picked.dtype)
-    loss = lowering.expr("tl.where({0} != {1}, -{2} * {3}, 0.0)", index, ignored, picked, weight, dtype=picked.dtype)
-    layout = Layout.contiguous(picked.dtype, source.layout.size[:1])
-    value = scratch_value(scratch, layout.nbytes, node)
-    lowering.store(value, layout, loss, KEPT)
-    total, dims = reduction(node, Operand(value, layout), None)
-    summed = total.reduce("add", total.load(Operand(value, layout)))
-    if args["reduction"] == 1:
-        summed = divide(total, summed, _total_weight(total, args, target))
-    write_kept(total, 0, summed, dims)
-    total.part.later = 1
-    return [lowering.part, total.part]
+    text = "tl.where({0} != {1}, -{2} * {3}, 0.0)"
+    return lowering.expr(text, index, ignored, picked, weight, dtype=picked.dtype)
 
 
 def _class_weight(lowering: Lowering, weight: Operand, index: Instr, dtype: torch.dtype) -> Instr:
@@ -82,19 +104,24 @@ def lower_nll_backward(node: Node, scratch: int) -> list[Part]:
     """nll_loss_backward on (rows, classes): one element per row is not zero."""
     args = arguments(node)
     source, target = operand_of(args["self"]), operand_of(args["target"])
-    if len(source.layout.size) != 2 or args["reduction"] not in (1, 2):
-        raise Unsupported("nll_loss without a batch or without a reduction")
+    _check_batch(source)
     lowering = Lowering(node, source.layout.size)
-    column = Layout(target.layout.dtype, (*target.layout.size, 1), (*target.layout.stride, 0), target.layout.offset)
-    index = _that_counts(lowering, lowering.load(Operand(target.value, column)), args["ignore_index"])
-    grad = lowering.read(args["grad_output"])
-    if args["reduction"] == 1:
+    index = _that_counts(lowering, lowering.load(_column(target)), args["ignore_index"])
+    grad = args["grad_output"]
+    grad = lowering.load(_column(operand_of(grad))) if args["reduction"] == NONE else lowering.read(grad)
+    if args["reduction"] == MEAN:
         grad = divide(lowering, grad, lowering.read(args["total_weight"], grad.dtype))
     if args.get("weight") is not None:
         weight = lowering.read(args["weight"], grad.dtype)
         grad = lowering.expr("{0} * {1}", grad, weight, dtype=grad.dtype)
     lowering.write(0, lowering.expr(ONE_HOT, lowering.coord(1), index, grad, dtype=grad.dtype))
     return [lowering.part]
+
+
+def _column(rows: Operand) -> Operand:
+    """One number for each row, which all of its elements see."""
+    layout = rows.layout
+    return Operand(rows.value, Layout(layout.dtype, (*layout.size, 1), (*layout.stride, 0), layout.offset))
 
 
 def _that_counts(lowering: Lowering, index: Instr, none: Any) -> Instr:

@@ -63,7 +63,10 @@ def test_no_element_asks_whether_it_is_the_one(extent: int, dtype: torch.dtype, 
         assert ASKED.search(source) and not APART.search(source)
 
 
-@pytest.mark.parametrize("program", [weighted, summed, smoothed, capped])
+each = gradient(lambda x, t: (F.cross_entropy(x.float(), t, reduction="none") * torch.linspace(0, 1, len(t))).sum())
+
+
+@pytest.mark.parametrize("program", [weighted, summed, smoothed, capped, each])
 def test_other_losses(program: Loss) -> None:
     x, target = inputs(20_001)
     check(program, x, target, tuning=FEW, rtol=2e-2, atol=1e-5, extern=None)

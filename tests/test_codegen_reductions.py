@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, Callable
 
@@ -117,18 +118,44 @@ def test_layer_norm_without_parameters_or_some_gradients(mask: list[bool]) -> No
 def cross_entropy(x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: str) -> list[torch.Tensor]:
     x = x.detach().requires_grad_()
     loss = F.cross_entropy(x, target, weight, ignore_index=-100, reduction=reduction)
-    (grad,) = torch.autograd.grad(loss, x)
+    (grad,) = torch.autograd.grad(loss, x, torch.ones_like(loss).cumsum(0) if reduction == "none" else None)
     return [loss.detach(), grad]
 
 
 @forms
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_cross_entropy_and_gradient(reduction: str, weighted: bool, tuning: Tuning) -> None:
     target = torch.randint(0, 70, (33,), generator=torch.Generator().manual_seed(1))
     target[5] = target[9] = -100
     weight = data(70, seed=2).abs() + 0.1 if weighted else None
     check(lambda x: cross_entropy(x, target, weight, reduction), data(33, 70), tuning=tuning, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("extent", "dtype"), [(1_000, torch.float32), (1_001, torch.bfloat16), (50_257, torch.bfloat16)])
+def test_losses_of_rows_that_a_mask_weighs(extent: int, dtype: torch.dtype) -> None:
+    """As for answers behind prompts: the rows' losses and the gradient are one kernel, and float32 logits are nowhere."""
+    target, mask = torch.arange(7) * 50, torch.tensor([0, 1, 1, 0, 1, 1, 1]).float()
+    target[3] = -100
+
+    def program(x: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+        x = x.detach().requires_grad_()
+        losses = F.cross_entropy(x.float(), target, reduction="none")
+        (grad,) = torch.autograd.grad((losses * mask).sum() / mask.sum(), x)
+        return [losses.detach(), grad]
+
+    made = check(program, data(7, extent).to(dtype), mask, rtol=1e-4 if dtype is torch.float32 else 2e-2, atol=1e-5,
+                 tuning=replace(HOPPER, few=6, programs=2))
+    (kernel,) = [step.kernel for step in kernels(made) if "log_softmax" in step.kernel.name]
+    assert "nll_loss_forward_nll_loss_backward" in kernel.name
+    assert all(step.kernel is kernel or math.prod(step.grid) == 1 for step in kernels(made))
+
+
+def test_what_stands_for_the_sum_of_weights_without_a_sum() -> None:
+    target = torch.tensor([3, -100, 0, 6])
+    aten = torch.ops.aten
+    check(lambda x: list(aten.nll_loss_forward(x, target, None, 0, -100)), data(4, 7))
+    check(lambda x, weight: list(aten.nll_loss_forward(x.bfloat16(), target, weight, 0, -100)), data(4, 7), data(7).bfloat16())
 
 
 def test_nll_loss_alone_gathers_from_memory() -> None:
