@@ -18,7 +18,8 @@ from ir_nodes.node import Node, Operand
 
 
 def lower_nll_forward(node: Node, scratch: int) -> list[Part]:
-    """nll_loss_forward on (rows, classes): the sum of weights, losses per row, their sum; or losses per row, and 0 for weights.
+    """nll_loss_forward on (rows, classes), nll_loss2d_forward on images whose channels are classes: the sum of weights, losses of
+    rows or pixels, their sum; or these losses, and 0 for weights.
 
     Weights follow from the targets alone, so whoever waits for their sum, as a mean's gradient does, need not wait for the
     losses, and may share the kernel that makes these.
@@ -35,7 +36,7 @@ def lower_nll_forward(node: Node, scratch: int) -> list[Part]:
 
 
 def _check_batch(source: Operand) -> None:
-    if len(source.layout.size) != 2:
+    if len(source.layout.size) not in (2, 4):
         raise Unsupported("nll_loss without a batch")
 
 
@@ -67,10 +68,10 @@ def _total_weight(lowering: Lowering, args: dict[str, Any], target: Operand) -> 
 
 
 def _losses(node: Node, args: dict[str, Any], source: Operand, target: Operand, scratch: int) -> list[Part]:
-    """Per row, then their sum or mean, node.writes[0]."""
+    """Per row or pixel, then their sum or mean, node.writes[0]."""
     lowering, _ = reduction(node, source, 1)
     loss = _loss(lowering, args, source, target)
-    layout = Layout.contiguous(loss.dtype, source.layout.size[:1])
+    layout = Layout.contiguous(loss.dtype, source.layout.size[:1] + source.layout.size[2:])
     value = scratch_value(scratch, layout.nbytes, node)
     lowering.store(value, layout, loss, KEPT)
     total, dims = reduction(node, Operand(value, layout), None)
@@ -83,7 +84,7 @@ def _losses(node: Node, args: dict[str, Any], source: Operand, target: Operand, 
 
 
 def _loss(lowering: Lowering, args: dict[str, Any], source: Operand, target: Operand) -> Instr:
-    """A row's."""
+    """A row's, or a pixel's."""
     index = lowering.load(target, KEPT)
     ignored = lowering.read(args["ignore_index"], index.dtype)
     index = lowering.check(index, source.layout.size[1], ignored)
@@ -96,12 +97,18 @@ def _loss(lowering: Lowering, args: dict[str, Any], source: Operand, target: Ope
 
 
 def _class_weight(lowering: Lowering, weight: Operand, index: Instr, dtype: torch.dtype) -> Instr:
-    rest = Layout(weight.layout.dtype, (1, weight.layout.size[0]), (0, weight.layout.stride[0]), weight.layout.offset)
-    return lowering.cast(lowering.gather(Operand(weight.value, rest), 1, index), dtype)
+    return lowering.cast(lowering.gather(_classes(weight, len(lowering.shape)), 1, index), dtype)
+
+
+def _classes(weight: Operand, dims: int) -> Operand:
+    """One number for each class, which all rows see, and all pixels."""
+    layout, rest = weight.layout, (1,) * (dims - 2)
+    size, stride = (1, *layout.size, *rest), (0, *layout.stride, *(0 for _ in rest))
+    return Operand(weight.value, Layout(layout.dtype, size, stride, layout.offset))
 
 
 def lower_nll_backward(node: Node, scratch: int) -> list[Part]:
-    """nll_loss_backward on (rows, classes): one element per row is not zero."""
+    """nll_loss_backward and nll_loss2d_backward: one element of each row or pixel is not zero."""
     args = arguments(node)
     source, target = operand_of(args["self"]), operand_of(args["target"])
     _check_batch(source)
@@ -112,16 +119,17 @@ def lower_nll_backward(node: Node, scratch: int) -> list[Part]:
     if args["reduction"] == MEAN:
         grad = divide(lowering, grad, lowering.read(args["total_weight"], grad.dtype))
     if args.get("weight") is not None:
-        weight = lowering.read(args["weight"], grad.dtype)
+        weight = lowering.read(_classes(operand_of(args["weight"]), len(lowering.shape)), grad.dtype)
         grad = lowering.expr("{0} * {1}", grad, weight, dtype=grad.dtype)
     lowering.write(0, lowering.expr(ONE_HOT, lowering.coord(1), index, grad, dtype=grad.dtype))
     return [lowering.part]
 
 
 def _column(rows: Operand) -> Operand:
-    """One number for each row, which all of its elements see."""
+    """One number for each row or pixel, which all of its elements see."""
     layout = rows.layout
-    return Operand(rows.value, Layout(layout.dtype, (*layout.size, 1), (*layout.stride, 0), layout.offset))
+    size, stride = (layout.size[0], 1, *layout.size[1:]), (layout.stride[0], 0, *layout.stride[1:])
+    return Operand(rows.value, Layout(layout.dtype, size, stride, layout.offset))
 
 
 def _that_counts(lowering: Lowering, index: Instr, none: Any) -> Instr:

@@ -66,6 +66,8 @@ REDUCTIONS: dict[str, Lowered] = {
     "argmin": statistics.lower_place("min"),
     "nll_loss_forward": cross_entropy.lower_nll_forward,
     "nll_loss_backward": cross_entropy.lower_nll_backward,
+    "nll_loss2d_forward": cross_entropy.lower_nll_forward,
+    "nll_loss2d_backward": cross_entropy.lower_nll_backward,
     "embedding_dense_backward": indexing.lower_embedding_backward,
     **losses.LOWERED,
     **scans.SCANS,

@@ -151,6 +151,20 @@ def test_losses_of_rows_that_a_mask_weighs(extent: int, dtype: torch.dtype) -> N
     assert all(step.kernel is kernel or math.prod(step.grid) == 1 for step in kernels(made))
 
 
+@forms
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shape", [(3, 11, 5, 6), (4, 70, 9)], ids=["pixels", "tokens"])
+def test_cross_entropy_of_images_and_of_tokens(shape: tuple[int, ...], reduction: str, tuning: Tuning) -> None:
+    """Whose classes are the second dimension of several."""
+    rest = (shape[0], *shape[2:])
+    target = torch.randint(0, shape[1], rest, generator=torch.Generator().manual_seed(1))
+    target[1, 2], target[0, 0] = -100, shape[1] - 1
+    weight = data(shape[1], seed=2).abs() + 0.1
+    check(lambda x: cross_entropy(x, target, weight, reduction), data(*shape), tuning=tuning, rtol=1e-4, atol=1e-5)
+    last = data(*shape).contiguous(memory_format=torch.channels_last) if len(shape) == 4 else data(*rest, shape[1]).movedim(-1, 1)
+    check(lambda x: cross_entropy(x, target, None, reduction), last, tuning=tuning, rtol=1e-4, atol=1e-5)
+
+
 def test_what_stands_for_the_sum_of_weights_without_a_sum() -> None:
     target = torch.tensor([3, -100, 0, 6])
     aten = torch.ops.aten
