@@ -249,7 +249,7 @@ class BodyBuilder:
             step = Step("gather", instr.dtype, KEPT, 0, (index,), access=access, form=self._full(rest, KEPT),
                         kept_form=rest, payload=instr.payload)
             return self.body.add(step)
-        alone = pick(self.body, source, index, interval, lambda form: self._full(form, KEPT), self._writes)
+        alone = pick(self.body, source, index, interval, self._writes)
         if alone is not None:
             return alone
         lower, upper = interval

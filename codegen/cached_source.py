@@ -12,10 +12,11 @@ import torch
 
 from codegen.body import Body, Step
 from codegen.cached_rows import TOGETHER
-from codegen.exponents import FROM, POWER, ROUGH, SLACK, UNIT
+from codegen.exponents import FROM, POWER, ROUGH, SLACK, UNIT, loaded
 from codegen.instructions import FULL
 from codegen.loop_source import LoopWriter
 from codegen.online import ONLINE
+from codegen.reuse import made_of
 from codegen.source_args import ArgumentList
 from codegen.tile import Tile
 from ir_nodes import settings
@@ -54,14 +55,7 @@ class CachedWriter(LoopWriter):
         """What a walk needs. The row's other numbers come behind it, but before the ``last`` walk, which may store over it, what
         an index picks: so neither the first blocks nor the results wait for it."""
         picked = [step for step in self.body.steps if last and step.stage in ("gather", "take")]
-        found: set[Step] = set()
-        waiting = [*picked, *(step.args[0] for step in (*reduces, *stores))]
-        while waiting:
-            step = waiting.pop()
-            if step not in found:
-                found.add(step)
-                waiting += step.args
-        return found
+        return made_of([*picked, *(step.args[0] for step in (*reduces, *stores))])
 
     def _walked(self) -> tuple[Step, str]:
         """What is loaded of the row, and its name."""
@@ -136,7 +130,7 @@ class CachedWriter(LoopWriter):
         is computed of it would be computed twice, or held."""
         sums = self._sums(reduces)
         exponentials = {*reduces} == {*sums, *(step for step in reduces if step.text == ONLINE)}
-        if stores or not blocks or not exponentials or not all(plain(highest.args[0]) for highest in sums):
+        if stores or not blocks or not exponentials or not all(loaded(highest.args[0]) for highest in sums):
             for block in blocks:
                 self._compute(block.loaded, block.start, reduces, stores, block.inside)
             return
@@ -148,7 +142,7 @@ class CachedWriter(LoopWriter):
         ``running``: there are such already, which are rescaled once."""
         name, lane, (load, _) = self._name(highest), self.tile.near, self._walked()
         apart = f"[B0, B1 // {lane}, {lane}]"
-        widened = self._widened(load) if plain(highest.args[0]) else ""  # of pairs, whose maximum comes before they are widened
+        widened = self._widened(load) if loaded(highest.args[0]) else ""  # of pairs, whose maximum comes before they are widened
         larger = PAIR_MAX[load.access.dtype] if widened and load.access else "_max"
         for number, block in enumerate(blocks):
             value = self._value(block, highest, block.name if widened else "")
@@ -208,8 +202,3 @@ class CachedWriter(LoopWriter):
 
     def _hint(self, step: Step) -> str:
         return self._hints.get(step.stage, "") if step.level == FULL else ""
-
-
-def plain(step: Step) -> bool:
-    """Is it what is loaded, and nothing else?"""
-    return step.stage == "load" or step.text == "{0}" and plain(step.args[0])

@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 
 from codegen.body import Body, Step
-from codegen.cached_source import PAIR_MAX, PAIRS, Block, CachedWriter, plain
-from codegen.exponents import factor_of
+from codegen.cached_source import PAIR_MAX, PAIRS, Block, CachedWriter
+from codegen.exponents import factor_of, loaded
 from codegen.instructions import FULL
 from codegen.online import end_lines
 
@@ -228,7 +228,7 @@ def powers_in_place(body: Body, highest: Step, load: Step) -> dict[Step, tuple[S
     """The exponentials that results need of a row's elements less its maximum, and less what else, if results need nothing but
     them of the elements, which are wide enough to be replaced by exponentials. Each is then computed once."""
     (value,) = highest.args
-    if load.dtype is not torch.float32 or load.access is None or load.access.dtype is not torch.float32 or not plain(value):
+    if load.dtype is not torch.float32 or load.access is None or load.access.dtype is not torch.float32 or not loaded(value):
         return {}
     found: dict[Step, tuple[Step, ...]] = {}
     stack = [step for step in body.steps if step.stage == "store" and step.level == FULL]

@@ -56,8 +56,7 @@ def raise_exponentials(body: Body) -> None:
             for user, factor in zip(users, factors):
                 assert factor is not None
                 smaller = Step("expr", factor.dtype, factor.level, factor.phase, (factor,), f"{{0}} * {2.0 ** -_HIGHER}")
-                body.steps.insert(body.steps.index(user), smaller)
-                user.args = tuple(smaller if arg is factor else arg for arg in user.args)
+                _take_instead(body, user, factor, smaller)
         step.text = _RAISED[step.text]
 
 
@@ -72,7 +71,7 @@ def scale_exponentials(body: Body) -> None:
             continue
         found = step.args[:2] if step.text == _FOLDED else below_maximum(step)
         factors = {user: factor_of(user, step) for user in body.steps if step in user.args}
-        if found is not None and _in_memory(found[0]) and found[1].level == KEPT and None not in factors.values():
+        if found is not None and _narrow(found[0]) and found[1].level == KEPT and None not in factors.values():
             _scale(body, step, found[0], found[1], {user: factor for user, factor in factors.items() if factor is not None})
     body.drop_unused()
 
@@ -88,20 +87,30 @@ def _scale(body: Body, power: Step, value: Step, highest: Step, factors: dict[St
     body.steps[place:place] = [unit, start, rest]
     power.text, power.args = POWER, (value, unit, start)
     for user, factor in factors.items():
-        scaled = _of_row("{0} * {1}", factor, rest)
-        user.args = tuple(scaled if arg is factor else arg for arg in user.args)
-        body.steps.insert(body.steps.index(user), scaled)
+        _take_instead(body, user, factor, _of_row("{0} * {1}", factor, rest))
 
 
 def _of_row(text: str, *args: Step) -> Step:
     return Step("expr", torch.float32, KEPT, max(arg.phase for arg in args), args, text)
 
 
-def _in_memory(step: Step) -> bool:
+def _take_instead(body: Body, user: Step, old: Step, new: Step) -> None:
+    """Let the ``user`` take a new step for an old one."""
+    body.steps.insert(body.steps.index(user), new)
+    user.args = tuple(new if arg is old else arg for arg in user.args)
+
+
+def _narrow(step: Step) -> bool:
     """Is it a 16-bit number as it was loaded?"""
-    if step.text == "{0}":
-        return _in_memory(step.args[0])
-    return step.stage == "load" and step.access is not None and step.access.dtype in HALF and step.dtype is torch.float32
+    load = loaded(step)
+    return load is not None and load.access is not None and load.access.dtype in HALF and load.dtype is torch.float32
+
+
+def loaded(step: Step) -> Step | None:
+    """The load whose number this is, if it is nothing else."""
+    if step.stage == "load":
+        return step
+    return loaded(step.args[0]) if step.text == "{0}" else None
 
 
 def below_maximum(power: Step) -> tuple[Step, Step] | None:

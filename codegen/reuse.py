@@ -9,6 +9,8 @@ another has yet to load. For elements that are picked by an index, they wait at 
 
 from __future__ import annotations
 
+from typing import Iterable
+
 from codegen.body import Body, Step
 from codegen.instructions import FULL, MemAccess
 from ir_nodes.node import Buffer, Value
@@ -56,14 +58,20 @@ def last_walk(body: Body) -> int:
 
 def computed_from(store: Step, loads: list[Step]) -> bool:
     """Is each of ``loads``, picks aside, needed for what is stored?"""
-    seen: set[int] = set()
-    stack = [store]
-    while stack:
-        step = stack.pop()
-        if id(step) not in seen:
-            seen.add(id(step))
-            stack.extend(step.args)
-    return all(id(load) in seen for load in loads if load.stage == "load")
+    needed = made_of([store])
+    return all(load in needed for load in loads if load.stage == "load")
+
+
+def made_of(steps: Iterable[Step]) -> set[Step]:
+    """The steps and all that they take."""
+    found: set[Step] = set()
+    waiting = list(steps)
+    while waiting:
+        step = waiting.pop()
+        if step not in found:
+            found.add(step)
+            waiting += step.args
+    return found
 
 
 def is_plain(steps: list[Step], body: Body | None) -> bool:
