@@ -8,18 +8,17 @@ from typing import Callable
 
 from codegen.apart import store_apart
 from codegen.body import Body, BodyBuilder, Scratch
-from codegen.columns import column_width
 from codegen.exponents import fold_logarithms, powers_first, raise_exponentials, scale_exponentials
 from codegen.group import Group, new_group
 from codegen.instructions import KEPT
 from codegen.kernel import Kernel, KernelStep, Temporary
-from codegen.layout import lay_out, mixed_blocks, whole_shares
+from codegen.layout import lay_out, mixed_blocks
 from codegen.load_order import loads_first, plain
 from codegen.onehot import sum_one_hots
 from codegen.online import merge_passes
 from codegen.packed_source import Unpackable
 from codegen.reuse import reuses, settles
-from codegen.row_traits import loads, narrow
+from codegen.shares import divided
 from codegen.source_args import ArgumentList
 from codegen.split import mixed_body, split_body
 from codegen.tangents import rough_tangents
@@ -71,9 +70,7 @@ def _launches(group: Group, outside: set[Value], scratch: Scratch, tuning: Tunin
             return None if other.shape() == tile.shape() else _if_packable(_whole, again, other, nodes, scratch, tuning)
 
         return [replace(_whole(body, tile, nodes, scratch, tuning), retile=retile)]
-    share = _share(body, tuning)
-    shares = -(-body.extent // share)
-    shares = whole_shares(shares, body.kept, body) if body.column else shares
+    share, shares = divided(body, tuning)
     first, second = split_body(body, shares, nodes[0])
     tile = lay_out(first, tuning, share, shares)
 
@@ -123,19 +120,6 @@ def _whole(body: Body, tile: Tile, nodes: tuple[Node, ...], scratch: Scratch, tu
     if tile.reduced_axis is not None and not full and settings.enabled("raised_exponentials"):
         raise_exponentials(body)
     return _launch(body, tile, nodes, scratch, tuning)
-
-
-def _share(body: Body, tuning: Tuning) -> int:
-    """Summands per program of a split reduction: enough programs to fill the machine, none with next to nothing to do, nor a last
-    step that is."""
-    lanes = column_width(body, tuning, True) if body.column else 1
-    programs = -(-body.kept // lanes)
-    most = body.extent // tuning.split_rows if body.column else -(-body.extent // tuning.looped)
-    if not (body.column or narrow(body)) and loads(body) < 2 and programs * most <= tuning.at_once * tuning.programs:
-        return tuning.looped  # more programs load at a time than if fewer walked several blocks each
-    shares = max(2, min(-(-tuning.programs // programs), most))
-    step = tuning.looped if not body.column and body.extent > tuning.looped * shares else 16
-    return -(-body.extent // (shares * step)) * step
 
 
 def _launch(body: Body, tile: Tile, nodes: tuple[Node, ...], scratch: Scratch, tuning: Tuning) -> KernelStep:

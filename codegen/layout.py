@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 
 from codegen import forms
-from codegen.aligned import KNOWN, cover, end_in_vectors, in_a_vector, in_vectors, peel, row_stride
+from codegen.aligned import KNOWN, cover, end_in_vectors, in_vectors, peel, row_stride
 from codegen.body import Body, Step, reduced_flags
 from codegen.cached_rows import way_through
 from codegen.columns import along_kept, column_blocks
@@ -19,6 +19,7 @@ from codegen.pointwise_layout import pointwise_tile
 from codegen.product import Product
 from codegen.row_blocks import neighbours, row_block, tile_of_rows, warps_resident
 from codegen.row_traits import lanes_needed, loads, makes_gradient, narrow, slow
+from codegen.shares import alike, steps_ahead, walked_by
 from codegen.strips import registers_held, strip_of, strip_warps, strips_of, walking_warps
 from codegen.tile import Axis, Strides, Tile, addressed, warps_for
 from codegen.tuning import Tuning, power_of_two
@@ -123,7 +124,11 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
         block_r = min(step if makes_gradient(body) else max(block_r, step), power_of_two(extent))
     axis_x, axis_r = Axis(kept, body.kept, block_x), Axis(gone, extent, block_r)
     axes = (axis_r, axis_x, None) if column else (axis_x, axis_r, None)
-    stages = _ahead(body, tuning, block_r * block_x, column) if looped and not 0 < share <= 2 * block_r else 1
+    stages = 1
+    if looped and not 0 < share <= 2 * block_r:
+        apart = column and shares > 0 and body.kept % alike(body) > 0
+        least, sharing = (2, -(-body.kept // block_x) * shares) if apart else (tuning.stages + (column and narrow(body)), 0)
+        stages = steps_ahead(body, tuning, block_r * block_x, least, sharing)
     near = neighbours(body, tuning) if looped and not column and not share and block_x == 1 else 0
     tile = Tile(dims, strides, axes, 0 if column else 1, looped, share, warps, stages, shares=shares, near=min(near, block_r),
                 strips=strips)
@@ -153,14 +158,6 @@ def _lane_held(body: Body, tuning: Tuning, lane: int, programs: int) -> int:
     return min(lane, tuning.pointwise_lane if body.crowded else lane, few if programs <= tuning.few else lane)
 
 
-def _ahead(body: Body, tuning: Tuning, elements: int, column: bool = False) -> int:
-    """How many steps ahead a loop over so many elements a step loads, which lie in a multiprocessor's memory until then."""
-    full = [step.access for step in body.steps if step.stage == "load" and step.level == FULL]
-    width = sum(access.dtype.itemsize for access in full if access is not None)
-    most = tuning.stages + (column and narrow(body))
-    return 1 if body.crowded else min(most, 1 + tuning.shared_bytes // (elements * max(width, 1)))
-
-
 def mixed_blocks(body: Body, tuning: Tuning) -> tuple[int, int, int, int, int]:
     """(rows per step, a row's block, warps, rows per program, programs) where columns are reduced beside rows."""
     strip = strip_of(body, tuning, tuning.mixed_row)
@@ -170,15 +167,9 @@ def mixed_blocks(body: Body, tuning: Tuning) -> tuple[int, int, int, int, int]:
     held = loads(body) + sum(step.across and step.stage == "reduce" for step in body.steps)
     whole = warps_for(down * along, tuning.wide_lane if held <= 4 else tuning.lane)
     warps = walking_warps(body, strip) if strip else whole
-    programs = tuning.cores * max((8 if held > 2 else 16) // warps, 1)
-    share = -(-body.kept // (programs * down)) * down
-    return down, along, warps, share, whole_shares(-(-body.kept // share), body.extent, body)
-
-
-def whole_shares(shares: int, row: int, body: Body) -> int:
-    """As many programs, or a few more, so that each may take rows that lie alike."""
-    width = in_a_vector([step for step in body.steps if step.level == FULL])
-    return -(-shares // width) * width if row % width else shares
+    together = 8 if held > 2 or strip and not narrow(body) else 16
+    share, shares = walked_by(body, tuning, down, tuning.cores * max(together // warps, 1))
+    return down, along, warps, share, shares
 
 
 def _mixed(body: Body, dims: tuple[int, ...], strides: Strides, split: tuple[tuple[int, ...], tuple[int, ...]],
@@ -186,6 +177,7 @@ def _mixed(body: Body, dims: tuple[int, ...], strides: Strides, split: tuple[tup
     down, along, warps, share, shares = mixed_blocks(body, tuning)
     strips = strips_of(body, along)
     axes = (Axis(split[0], body.kept, down), Axis(split[1], body.extent, along), None)
-    tile = Tile(dims, strides, axes, 1, False, share, warps, _ahead(body, tuning, down * along * max(strips, 1)), shares=shares,
-                mixed=True, strips=strips)
+    once = [id(step) for step in addressed(body) if not any(strides[id(step)][dim] for dim in split[0])]
+    stages = steps_ahead(body, tuning, down * along * max(strips, 1), tuning.stages, shares, once)
+    tile = Tile(dims, strides, axes, 1, False, share, warps, stages, shares=shares, mixed=True, strips=strips)
     return cover(tile, body, tuning.covered)

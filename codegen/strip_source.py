@@ -6,20 +6,18 @@ number behind the names that are its own; what is known of a row as a whole is w
 
 from __future__ import annotations
 
-import re
 from typing import Callable, Iterable, Sequence
 
+from codegen.ahead_source import AheadWriter, renamed
 from codegen.body import Body, Step
 from codegen.instructions import FULL, IN_BITS
 from codegen.source_args import ArgumentList
 from codegen.tile import Tile
-from codegen.triton_instructions import COMBINE, InstructionWriter
+from codegen.triton_instructions import COMBINE
 from ir_nodes import settings
 
-_ASSIGNED = re.compile(r"\s*(\w+(?:, \w+)*) = ")
 
-
-class StripWriter(InstructionWriter):
+class StripWriter(AheadWriter):
     """Writes what a strip of a row needs; `_in_strips` and `_mixed_in_strips` are whole kernels, behind the prologue."""
 
     def __init__(self, body: Body, tile: Tile, arguments: ArgumentList) -> None:
@@ -33,7 +31,7 @@ class StripWriter(InstructionWriter):
         stores = [step for step in self.body.steps if step.stage == "store"]
         self._row([step for step in self.body.steps if step.stage != "store"], stores, settle)
 
-    def _mixed_in_strips(self, loop: str, settle: Callable[[], None] | None) -> None:
+    def _mixed_in_strips(self, settle: Callable[[], None] | None) -> None:
         """Rows, step by step, each reduced on its own, columns into accumulators."""
         self._strips(self._strip_index)
         stores = [step for step in self.body.steps if step.stage == "store"]
@@ -41,10 +39,8 @@ class StripWriter(InstructionWriter):
         early = [step for step in self.body.steps if step.stage != "store" and self._for_all_rows(step)]
         self._row(early, [], None)
         self._strips(lambda: [self._begin_column(step) for step in columns])
-        self._line(f"for r in tl.range({loop}):")
-        self._indent += 1
-        self._row_index()
-        late = [step for step in self.body.steps if step.stage != "store" and step not in early]
+        self._begin_rows()
+        late = [step for step in self.body.steps if step.stage != "store" and step not in early and id(step) not in self._emitted]
         self._row(late, [step for step in stores if not step.across], settle)
         self._indent -= 1
         self._strips(lambda: [self._end_column(step) for step in columns])
@@ -155,10 +151,4 @@ class StripWriter(InstructionWriter):
 
     def _renamed(self, lines: Iterable[str], strip: int) -> list[str]:
         """The lines with the strip's number behind each name that every strip has."""
-        found = list(lines)
-        for line in found:
-            match = _ASSIGNED.match(line)
-            if match:
-                self._own.update(dict.fromkeys(match[1].split(", ")))
-        names = re.compile(rf"\b({'|'.join(self._own)})\b")
-        return [names.sub(rf"\1_{strip}", line) for line in found]
+        return renamed(lines, self._own, str(strip))

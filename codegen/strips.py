@@ -81,7 +81,8 @@ def registers_held(body: Body, strip: int, warps: int) -> int:
 
 def walking_warps(body: Body, strip: int) -> int:
     """The same where programs walk several rows, and sum columns in further registers."""
-    return max(1 if narrow(body) else 2, power_of_two(-(-strip * strips_of(body, strip) // (32 * 40))))
+    wanted = power_of_two(-(-strip * strips_of(body, strip) // (32 * 24)))
+    return max(1 if narrow(body) else 2, min(wanted, strip // (32 * VECTOR)))
 
 
 def _draws_by_eight(body: Body) -> bool:
@@ -90,13 +91,10 @@ def _draws_by_eight(body: Body) -> bool:
 
 
 def _can_be_cut(body: Body) -> bool:
-    """Are rows reduced from their own elements, and not scanned? Rows that are only summed beside their columns are through
-    faster as one block."""
+    """Are rows reduced from their own elements, and not scanned?"""
     reduces = [step for step in body.steps if step.stage == "reduce" and not step.across]
-    if not reduces or any(step.args[0].level != FULL for step in reduces) or any(step.stage == "scan" for step in body.steps):
-        return False
-    stores = any(step.stage == "store" and step.level == FULL and not step.across for step in body.steps)
-    return stores or not _crossed(body)
+    scans = any(step.stage == "scan" for step in body.steps)
+    return bool(reduces) and all(step.args[0].level == FULL for step in reduces) and not scans
 
 
 def _crossed(body: Body) -> bool:

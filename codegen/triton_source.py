@@ -110,9 +110,8 @@ class SourceWriter(ClusterWriter):
 
     def _mixed(self, stores: list[Step]) -> None:
         """Rows, step by step: each reduced on its own, columns into accumulators."""
-        ahead = f", num_stages={self.tile.stages}" if self.tile.stages > 1 else ""
         if self.tile.strips:
-            self._mixed_in_strips(f"{self._rows()}{ahead}", self._settle if self._settles else None)
+            self._mixed_in_strips(self._settle if self._settles else None)
             return
         columns = [step for step in self.body.steps if step.across and step.stage == "reduce"]
         for step in self.body.steps:
@@ -120,9 +119,7 @@ class SourceWriter(ClusterWriter):
                 self._emit(step)
         for step in columns:
             self._begin_column(step)
-        self._line(f"for r in tl.range({self._rows()}{ahead}):")
-        self._indent += 1
-        self._row_index()
+        self._begin_rows()
         hoisted = set(self._emitted)
         for step in self.body.steps:
             if step in columns:

@@ -45,6 +45,7 @@ OPTIMISATIONS: dict[str, str] = {
     "packed_rounding": "rounding to bfloat16 between two steps of a kernel is one instruction",
     "combo": "small kernels that do not depend on one another share a launch",
     "early_loads": "kernels that wait for memory load all their operands before they compute with one",
+    "loads_ahead": "a program that walks rows loads what there is one number a row of while it works on the row before",
     "early_stores": "results of rows that wait for no sum are stored before it is taken",
     "overlap_launches": "a kernel's programs are placed while the last ones of the kernel before it run",
     "numbered_arguments": "programs of a launch that kernels share find their arguments by number, not in branches",
