@@ -91,7 +91,7 @@ def _if_packable(emit: Callable[..., KernelStep], *given: object) -> KernelStep 
 
 def _mixed(body: Body, nodes: tuple[Node, ...], scratch: Scratch, tuning: Tuning) -> list[KernelStep]:
     """Rows with their columns' partial results, then the columns."""
-    shares = mixed_blocks(body, tuning)[4]
+    shares = mixed_blocks(body, tuning).shares
     tiled = [(half, lay_out(half, tuning)) for half in mixed_body(body, shares, nodes[0]) if half.stored]
     assert all(tile.shares == shares for half, tile in tiled if half.mixed), "partial results have room for so many programs"
     return [_launch(half, tile, nodes, scratch, tuning) for half, tile in tiled]

@@ -7,7 +7,7 @@ dimension and all others, or one flat axis where everything is dense, or the two
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from codegen import forms
 from codegen.aligned import KNOWN, cover, end_in_vectors, in_vectors, peel, row_stride
@@ -18,9 +18,9 @@ from codegen.instructions import FULL
 from codegen.pointwise_layout import pointwise_tile
 from codegen.product import Product
 from codegen.row_blocks import neighbours, row_block, tile_of_rows, warps_resident
-from codegen.row_traits import lanes_needed, loads, makes_gradient, narrow, slow
+from codegen.row_traits import lanes_needed, loads, makes_gradient, narrow, slow, sums_only
 from codegen.shares import alike, steps_ahead, walked_by
-from codegen.strips import registers_held, strip_of, strip_warps, strips_of, walking_warps
+from codegen.strips import registers_held, strip_of, strip_warps, strips_of, walked
 from codegen.tile import Axis, Strides, Tile, addressed, warps_for
 from codegen.tuning import Tuning, power_of_two
 from ir_nodes import settings
@@ -158,26 +158,41 @@ def _lane_held(body: Body, tuning: Tuning, lane: int, programs: int) -> int:
     return min(lane, tuning.pointwise_lane if body.crowded else lane, few if programs <= tuning.few else lane)
 
 
-def mixed_blocks(body: Body, tuning: Tuning) -> tuple[int, int, int, int, int]:
-    """(rows per step, a row's block, warps, rows per program, programs) where columns are reduced beside rows."""
-    strip = strip_of(body, tuning, tuning.mixed_row)
-    along = strip or power_of_two(lanes_needed(body))
-    tile = tuning.mixed_tile * (2 if along == tuning.mixed_tile else 1)  # measured: two rows of it are faster than one
-    down = 1 if strip else min(max(tile // along, 1), power_of_two(body.kept))
+@dataclass(frozen=True, slots=True)
+class MixedBlocks:
+    """Rows per step, a row's block, warps, registers of a thread at most or 0, rows per program, programs."""
+
+    down: int
+    along: int
+    warps: int
+    registers: int
+    share: int
+    shares: int
+
+
+def mixed_blocks(body: Body, tuning: Tuning) -> MixedBlocks:
+    """Where columns are reduced beside rows."""
     held = loads(body) + sum(step.across and step.stage == "reduce" for step in body.steps)
-    whole = warps_for(down * along, tuning.wide_lane if held <= 4 else tuning.lane)
-    warps = walking_warps(body, strip) if strip else whole
-    together = 8 if held > 2 or strip and not narrow(body) else 16
-    share, shares = walked_by(body, tuning, down, tuning.cores * max(together // warps, 1))
-    return down, along, warps, share, shares
+    strip = strip_of(body, tuning, tuning.mixed_row)
+    if strip:
+        way = walked(body, strip, held)
+        return MixedBlocks(1, way.strip, way.warps, way.registers, *walked_by(body, tuning, 1, tuning.cores * way.programs))
+    along = power_of_two(lanes_needed(body))
+    tile = tuning.mixed_tile * (2 if along == tuning.mixed_tile else 1)  # measured: two rows of it are faster than one
+    down = min(max(tile // along, 1), power_of_two(body.kept))
+    warps = warps_for(down * along, tuning.wide_lane if held <= 4 else tuning.lane)
+    programs = tuning.cores * max((8 if held > 2 else 16) // warps, 1)
+    return MixedBlocks(down, along, warps, 0, *walked_by(body, tuning, down, programs))
 
 
 def _mixed(body: Body, dims: tuple[int, ...], strides: Strides, split: tuple[tuple[int, ...], tuple[int, ...]],
            tuning: Tuning) -> Tile:
-    down, along, warps, share, shares = mixed_blocks(body, tuning)
-    strips = strips_of(body, along)
-    axes = (Axis(split[0], body.kept, down), Axis(split[1], body.extent, along), None)
+    how = mixed_blocks(body, tuning)
+    strips = strips_of(body, how.along)
+    axes = (Axis(split[0], body.kept, how.down), Axis(split[1], body.extent, how.along), None)
     once = [id(step) for step in addressed(body) if not any(strides[id(step)][dim] for dim in split[0])]
-    stages = steps_ahead(body, tuning, down * along * max(strips, 1), tuning.stages, shares, once)
-    tile = Tile(dims, strides, axes, 1, False, share, warps, stages, shares=shares, mixed=True, strips=strips)
+    sharing = how.shares if sums_only(body) else 0  # a norm's gradient takes longer if it loads three rows ahead
+    stages = steps_ahead(body, tuning, how.down * how.along * max(strips, 1), tuning.stages, sharing, once)
+    tile = Tile(dims, strides, axes, 1, False, how.share, how.warps, stages, shares=how.shares, mixed=True, strips=strips,
+                registers=how.registers)
     return cover(tile, body, tuning.covered)
