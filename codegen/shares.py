@@ -73,9 +73,9 @@ def _share(body: Body, tuning: Tuning) -> int:
 
 def _balanced(body: Body, tuning: Tuning, like: int) -> int:
     """Programs that share columns off boundaries: about as many as fill the machine, of which each multiprocessor takes next to
-    the fewest summands. Where results for all elements are stored, too, twice as many hide what each waits for."""
+    the fewest summands. Where results of 16 bits are stored for all elements, too, twice as many hide what each waits for."""
     across = -(-(body.kept + like - 1) // column_width(body, tuning, True))
-    wanted = tuning.programs * (2 if crowded(body) else 1)
+    wanted = tuning.programs * (2 if narrow(body) and crowded(body) else 1)
     most = max(min(wanted * 5 // 4 // across, body.extent // tuning.split_rows), like) // like * like
     least = min(max(wanted * 3 // 4 // across, like), most)
 
@@ -84,4 +84,4 @@ def _balanced(body: Body, tuning: Tuning, like: int) -> int:
 
     able = [shares for shares in range(like, most + 1, like) if shares >= least or shares == most]
     shortest = min(map(longest, able))
-    return min((shares for shares in able if longest(shares) * 50 <= shortest * 51), key=lambda n: abs(across * n - wanted))
+    return min((shares for shares in able if longest(shares) * 25 <= shortest * 26), key=lambda n: abs(across * n - wanted))

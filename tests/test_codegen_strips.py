@@ -13,6 +13,7 @@ from graphs import drawn as data
 from codegen import triton_compile
 from codegen.fuse import plan
 from codegen.kernel import KernelStep
+from codegen.strips import LEAST
 from codegen.tuning import HOPPER
 from ir_nodes import settings
 
