@@ -17,9 +17,10 @@ from ir_nodes import settings
 COPIED = 4
 """Bytes that the machine copies into a multiprocessor's memory by itself, at least."""
 
-WORTH = 32
-"""Rows of a program that are worth a load before the first of them. On an H200, bfloat16: layer norm's gradient over 65,536 rows
-of 1,024 takes 107 us, 111 otherwise; over 16,384 rows of 768, of which a program has 16, 25.5 and 25.0."""
+WORTH, FEW = 32, 2
+"""Rows of a program that are worth a load before the first of them, and its warps at most: more hide what one waits for. On an
+H200, bfloat16: layer norm's gradient over 65,536 rows of 1,024 takes 107 us, 111 otherwise; over 16,384 rows of 768, of which a
+program has 16, 25.5 and 25.0; over 16,384 of 3,072, which four warps walk, 85.7 and 84.1."""
 
 _ASSIGNED = re.compile(r"\s*(\w+(?:, \w+)*) = ")
 
@@ -54,7 +55,8 @@ class AheadWriter(InstructionWriter):
 
     def _row_numbers(self) -> list[Step]:
         """What is loaded for each row, too narrow for the compiler to do it, and not written by the kernel."""
-        if self.tile.stages < 2 or self.tile.share < WORTH or not settings.enabled("loads_ahead"):
+        few = self.tile.num_warps <= FEW and self.tile.share >= WORTH
+        if not few or self.tile.stages < 2 or not settings.enabled("loads_ahead"):
             return []
         written = {id(step.access.value.buffer) for step in self.body.steps if step.stage == "store" and step.access}
         return [step for step in self.body.steps if step.stage == "load" and step.level == KEPT and not (step.across or step.args)
