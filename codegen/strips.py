@@ -23,8 +23,8 @@ SMALLEST, USUAL, LARGEST = 128, 2048, 4096
 FEW, MOST = 8, 16
 """Strips of a row. Each is written out in the kernel's source."""
 
-LIGHT = 10
-"""Instructions of an element, as a norm has them."""
+LIGHT, SOME = 10, 12
+"""Instructions of an element, as a norm has them, and an RMS norm's gradient."""
 
 VECTOR = 4
 """Elements that a thread loads at a time where rows lie off 16-byte boundaries: what is read beside them comes one by one."""
@@ -79,8 +79,7 @@ def registers_held(body: Body, strip: int, warps: int) -> int:
     """Registers of a thread of such rows at most, 0: as many as the compiler takes. With 40, which hold a thread's part of 16-bit
     rows, a third more programs run beside each other and load while others wait: on an H200, 8,191 rows of 5,003 in bfloat16, a
     layer norm takes 48.7 us so, 53.8 otherwise. More elements for two sums, or more instructions, take more of them."""
-    steps = sum(step.stage == "expr" and step.level == FULL for step in body.steps)
-    light = loads(body) < 2 and narrow(body) and steps <= LIGHT and strip == VECTOR * 32 * warps
+    light = loads(body) < 2 and narrow(body) and _work(body) <= LIGHT and strip == VECTOR * 32 * warps
     return 40 if light and strips_of(body, strip) <= (5 if _sums(body) > 1 else 6) else 0
 
 
@@ -106,11 +105,15 @@ def walked(body: Body, strip: int, held: int) -> Walked:
     warps = max(1 if narrow(body) else 2, min(power_of_two(-(-row // (32 * 24))), most))
     if not narrow(body) or held <= 2:
         return Walked(strip, warps, max((16 if narrow(body) else FULLY) // warps, 1))
-    if held == 3 and row <= warps * 32 * 20 and warps == FULLY:
+    if held == 3 and row <= warps * 32 * 20 and warps == FULLY and _work(body) <= SOME:
         return Walked(strip, warps, 2, 128)
     warps = max(1, min(power_of_two(-(-row // (32 * 40))), most))
     wide = strip * 2 if warps == FULLY and strip < warps * 32 * 2 * VECTOR else strip
     return Walked(wide, warps, max(FULLY // warps, 1))
+
+
+def _work(body: Body) -> int:
+    return sum(step.stage == "expr" and step.level == FULL for step in body.steps)
 
 
 def _draws_by_eight(body: Body) -> bool:

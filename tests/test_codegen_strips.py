@@ -143,6 +143,17 @@ def test_columns_beside_rows(length: int, dtype: torch.dtype) -> None:
     assert bool(strips(sums)) == (x[0].nbytes >= LEAST)
 
 
+def test_registers_of_programs_that_walk_rows_two_at_a_time() -> None:
+    """A multiprocessor has room for two programs of 8 warps with 128 registers a thread, which more work would not fit."""
+    def more(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return rms_norm_backward(g * x.sigmoid(), x.sin(), w)
+
+    g, x, w = (torch.zeros(size, dtype=torch.bfloat16) for size in ((600, 5003), (600, 5003), (5003,)))
+    for program, registers in ((rms_norm_backward, 128), (more, 0)):
+        step, _ = kernels(plan(record(program, g, x, w)[0].graph))
+        assert (step.kernel.registers, step.kernel.num_warps) == (registers, 8 if registers else 4)
+
+
 @pytest.mark.parametrize("length", [768, 1003])
 def test_what_lies_beside_a_row_is_left_alone(length: int) -> None:
     def program(whole: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
