@@ -41,7 +41,7 @@ def column_blocks(body: Body, tuning: Tuning, split: bool) -> tuple[int, int, bo
     """(rows per step, columns, looped?, elements per thread)."""
     width, vector = column_width(body, tuning, split), _vector(body)
     apart = split and body.kept % vector != 0 and body.kept < tuning.covered  # element by element
-    tile = tuning.column_tile // (2 if crowded(body) else 1) * (2 if _scans(body) or apart else 1)
+    tile = tuning.column_tile // (2 if moves_much(body) else 1) * (2 if _scans(body) or apart else 1)
     rows, extent = max(tile // width, 1), power_of_two(body.extent)
     along = width >= 32 * vector and not _scans(body)  # a warp lies along a row
     if split or extent > (_held(body) if along else 4 * tuning.column_tile // width):
@@ -49,7 +49,7 @@ def column_blocks(body: Body, tuning: Tuning, split: bool) -> tuple[int, int, bo
     return extent, width, False, extent * vector if along else tuning.lane
 
 
-def crowded(body: Body) -> bool:
+def moves_much(body: Body) -> bool:
     """Are several operands read, and results stored for all elements, too?"""
     return loads(body) > 1 and any(step.stage == "store" and step.level == FULL for step in body.steps)
 

@@ -19,8 +19,8 @@ from codegen.pointwise_layout import pointwise_tile
 from codegen.product import Product
 from codegen.row_blocks import neighbours, row_block, tile_of_rows, warps_resident
 from codegen.row_traits import lanes_needed, loads, makes_gradient, narrow, slow, sums_only
-from codegen.shares import alike, steps_ahead, walked_by
-from codegen.strips import registers_held, strip_of, strip_warps, strips_of, walked
+from codegen.shares import evenly, steps_ahead, walked_by
+from codegen.strips import registers_held, strip_of, strip_warps, strips_of, walking
 from codegen.tile import Axis, Strides, Tile, addressed, warps_for
 from codegen.tuning import Tuning, power_of_two
 from ir_nodes import settings
@@ -126,8 +126,9 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
     axes = (axis_r, axis_x, None) if column else (axis_x, axis_r, None)
     stages = 1
     if looped and not 0 < share <= 2 * block_r:
-        apart = column and shares > 0 and body.kept % alike(body) > 0
-        least, sharing = (2, -(-body.kept // block_x) * shares) if apart else (tuning.stages + (column and narrow(body)), 0)
+        least, sharing = tuning.stages + (column and narrow(body)), 0
+        if shares and evenly(body, tuning):
+            least, sharing = 2, -(-body.kept // block_x) * shares
         stages = steps_ahead(body, tuning, block_r * block_x, least, sharing)
     near = neighbours(body, tuning) if looped and not column and not share and block_x == 1 else 0
     tile = Tile(dims, strides, axes, 0 if column else 1, looped, share, warps, stages, shares=shares, near=min(near, block_r),
@@ -175,7 +176,7 @@ def mixed_blocks(body: Body, tuning: Tuning) -> MixedBlocks:
     held = loads(body) + sum(step.across and step.stage == "reduce" for step in body.steps)
     strip = strip_of(body, tuning, tuning.mixed_row)
     if strip:
-        way = walked(body, strip, held)
+        way = walking(body, strip, held)
         return MixedBlocks(1, way.strip, way.warps, way.registers, *walked_by(body, tuning, 1, tuning.cores * way.programs))
     along = power_of_two(lanes_needed(body))
     tile = tuning.mixed_tile * (2 if along == tuning.mixed_tile else 1)  # measured: two rows of it are faster than one

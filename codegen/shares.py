@@ -10,7 +10,7 @@ from typing import Container
 
 from codegen.aligned import in_a_vector
 from codegen.body import Body
-from codegen.columns import column_width, crowded
+from codegen.columns import column_width, moves_much
 from codegen.instructions import FULL
 from codegen.row_traits import loads, narrow
 from codegen.tuning import Tuning
@@ -25,15 +25,22 @@ def alike(body: Body) -> int:
     return in_a_vector([step for step in body.steps if step.level == FULL])
 
 
+def evenly(body: Body, tuning: Tuning) -> bool:
+    """Are columns summed whose rows lie off boundaries, so that each program takes rows that lie alike?"""
+    return body.column and body.kept >= tuning.covered and body.kept % alike(body) > 0
+
+
 def divided(body: Body, tuning: Tuning) -> tuple[int, int]:
     """(summands per program, programs that share them) of a reduction that is split."""
     share = _share(body, tuning)
-    shares = -(-body.extent // share)
-    like = alike(body) if body.column else 1
-    if body.kept % like == 0:
-        return share, shares
-    shares = _balanced(body, tuning, like) if body.kept >= tuning.covered else -(-shares // like) * like
-    return -(-body.extent // shares), shares
+    if evenly(body, tuning):
+        shares = _balanced(body, tuning)
+        return -(-body.extent // shares), shares
+    shares, like = -(-body.extent // share), alike(body) if body.column else 1
+    if body.kept % like:
+        shares = -(-shares // like) * like
+        share = -(-body.extent // shares)
+    return share, shares
 
 
 def walked_by(body: Body, tuning: Tuning, down: int, programs: int) -> tuple[int, int]:
@@ -48,13 +55,14 @@ def walked_by(body: Body, tuning: Tuning, down: int, programs: int) -> tuple[int
 
 def steps_ahead(body: Body, tuning: Tuning, elements: int, least: int, programs: int = 0, once: Container[int] = ()) -> int:
     """How many steps ahead a loop over so many elements a step loads, which lie in a multiprocessor's memory until then:
-    ``least``, or, of so many ``programs``, as many as keep memory busy. What is loaded ``once`` takes no room."""
-    step = elements * sum(step.access.dtype.itemsize for step in body.steps if step.stage == "load" and step.level == FULL
-                          and step.access is not None and id(step) not in once)
-    if body.crowded or not step:
-        return 1 if body.crowded else least
+    ``least``, or, of so many ``programs``, as many as keep memory busy, but one more than usual at most: the loop's head is
+    written out for each. What is loaded ``once`` takes no room."""
+    if body.crowded:
+        return 1
+    step = max(elements * sum(step.access.dtype.itemsize for step in body.steps if step.stage == "load" and step.level == FULL
+                              and step.access is not None and id(step) not in once), 1)
     if programs:
-        least = max(least, 1 + round(IN_FLIGHT * tuning.cores / (step * programs)))
+        least = max(least, min(1 + round(IN_FLIGHT * tuning.cores / (step * programs)), tuning.stages + 1))
     return min(least, 1 + tuning.shared_bytes // step)
 
 
@@ -71,11 +79,12 @@ def _share(body: Body, tuning: Tuning) -> int:
     return -(-body.extent // (shares * step)) * step
 
 
-def _balanced(body: Body, tuning: Tuning, like: int) -> int:
+def _balanced(body: Body, tuning: Tuning) -> int:
     """Programs that share columns off boundaries: about as many as fill the machine, of which each multiprocessor takes next to
     the fewest summands. Where results of 16 bits are stored for all elements, too, twice as many hide what each waits for."""
+    like = alike(body)
     across = -(-(body.kept + like - 1) // column_width(body, tuning, True))
-    wanted = tuning.programs * (2 if narrow(body) and crowded(body) else 1)
+    wanted = tuning.programs * (2 if narrow(body) and moves_much(body) else 1)
     most = max(min(wanted * 5 // 4 // across, body.extent // tuning.split_rows), like) // like * like
     least = min(max(wanted * 3 // 4 // across, like), most)
 

@@ -84,7 +84,7 @@ def registers_held(body: Body, strip: int, warps: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Walked:
+class Walking:
     """How programs walk rows in strips and sum columns beside, in further registers: ``strip`` elements, warps of a program,
     programs of a multiprocessor, and registers of a thread at most, or 0."""
 
@@ -94,7 +94,7 @@ class Walked:
     registers: int = 0
 
 
-def walked(body: Body, strip: int, held: int) -> Walked:
+def walking(body: Body, strip: int, held: int) -> Walking:
     """``held``: operands and sums of columns. Measured on an H200, rows of 1,001 to 7,001 elements.
 
     Threads have 24 elements each, and two programs load while one would wait for its sums, where registers have room. Two sums of
@@ -104,12 +104,12 @@ def walked(body: Body, strip: int, held: int) -> Walked:
     row, most = strip * strips_of(body, strip), strip // (32 * VECTOR)
     warps = max(1 if narrow(body) else 2, min(power_of_two(-(-row // (32 * 24))), most))
     if not narrow(body) or held <= 2:
-        return Walked(strip, warps, max((16 if narrow(body) else FULLY) // warps, 1))
+        return Walking(strip, warps, max((16 if narrow(body) else FULLY) // warps, 1))
     if held == 3 and row <= warps * 32 * 20 and warps == FULLY and _work(body) <= SOME:
-        return Walked(strip, warps, 2, 128)
+        return Walking(strip, warps, 2, 128)
     warps = max(1, min(power_of_two(-(-row // (32 * 40))), most))
     wide = strip * 2 if warps == FULLY and strip < warps * 32 * 2 * VECTOR else strip
-    return Walked(wide, warps, max(FULLY // warps, 1))
+    return Walking(wide, warps, max(FULLY // warps, 1))
 
 
 def _work(body: Body) -> int:

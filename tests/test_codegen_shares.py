@@ -17,7 +17,7 @@ from codegen.fuse import plan
 from codegen.instructions import FULL
 from codegen.kernel import KernelStep
 from codegen.row_traits import narrow
-from codegen.shares import alike, divided, walked_by
+from codegen.shares import alike, divided, steps_ahead, walked_by
 from codegen.tuning import HOPPER, Tuning
 from ir_nodes import settings
 
@@ -145,6 +145,14 @@ def test_columns_off_boundaries_are_shared_evenly(dtype: torch.dtype) -> None:
             assert shares % like == 0 or columns % like == 0
             assert share * shares >= rows and wanted * 0.6 <= programs <= wanted * 1.3
             assert longest <= 1.25 * rows * programs / shares / HOPPER.cores, (rows, columns, shares)
+
+
+def test_few_small_steps_are_not_loaded_all_ahead() -> None:
+    """Each step ahead is written out before the loop, and takes shared memory."""
+    (body,) = bodies(scaled, data(64, 131), data(64, 131), data(64, 1))
+    for elements, programs, wanted in ((131, 8, 4), (1 << 16, 8, 1), (4096, 132, 4), (4096, 528, 3), (4096, 5280, 3)):
+        assert steps_ahead(body, HOPPER, elements, HOPPER.stages, programs) == wanted
+    assert steps_ahead(body, HOPPER, 4096, 2, 528) == 2
 
 
 def test_weights_that_are_loaded_once_take_no_room_of_what_is_loaded_ahead() -> None:
