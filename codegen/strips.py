@@ -44,23 +44,43 @@ def strip_of(body: Body, tuning: Tuning, longest: int) -> int:
         return 0
     if body.kept <= tuning.few or even and row <= 4 * SMALLEST or not settings.enabled("row_strips") or not _can_be_cut(body):
         return 0
-    strip = _snug(row, even and not _draws_by_eight(body))
+    pieces = _pieces(body)
+    strip = _snug(row, pieces, (even or pieces > FEW) and not _draws_by_eight(body))
     held = -(-row // strip) * strip
     if not strip < held <= min(longest, MOST * strip):
         return 0
     return 0 if even and held * 8 > power_of_two(row) * 7 and not _waits_long(body) else strip
 
 
-def _snug(row: int, fine: bool) -> int:
-    """Elements of the strips that rows of ``row`` elements are best cut into; ``fine``: `SMALLEST` will do."""
-    usual = USUAL if row <= FEW * USUAL else LARGEST
-    largest = max(min(power_of_two(row) // (8 if row % KNOWN else 4), usual), 2 * SMALLEST)
-    return snug_block(row, largest, SMALLEST if fine else 2 * SMALLEST)
+def _snug(row: int, pieces: int, fine: bool) -> int:
+    """Elements of the strips that rows of ``row`` elements are best cut into: so many ``pieces`` of a power of two, or more;
+    ``fine``: `SMALLEST` will do."""
+    usual, smallest = USUAL if row <= FEW * USUAL else LARGEST, SMALLEST if fine else 2 * SMALLEST
+    return snug_block(row, max(min(power_of_two(row) // pieces, usual), 2 * SMALLEST if pieces <= FEW else smallest), smallest)
+
+
+def _pieces(body: Body) -> int:
+    """Strips that a row of a power of two elements would be cut into. More of them leave a thread more elements, of which it
+    loads no more at a time. Off 16-byte boundaries, where what all rows share comes one by one, few threads take less time than
+    many: on an H200, bfloat16, a layer norm over 1,001 takes 43.3 us with strips of 128, 57.8 of 256; over 3,001 52.9 with 256,
+    72.9 with 1,024; a softmax over 3,001 47.3 and 51.2. With a second operand they take more."""
+    if body.extent % KNOWN == 0:
+        return 4
+    many = body.extent % 8 and narrow(body) and loads(body) < 2 and not _crossed(body) and not _light(body)
+    return 2 * FEW if many else FEW
+
+
+def _light(body: Body) -> bool:
+    """Do 40 registers hold a thread's part of 16-bit rows that are summed once, and what a norm computes?"""
+    row = lanes_needed(body)
+    few = -(-row * FEW // power_of_two(row)) <= 5
+    once = sum(step.stage == "reduce" for step in body.steps) == 1
+    return few and once and narrow(body) and loads(body) < 2 and _work(body) <= LIGHT
 
 
 def lanes_drawn(row: int) -> int:
     """Lanes for which a kernel draws that holds rows of ``row`` 16-bit elements, in strips where these fit better."""
-    strip = power_of_two(row) if row <= 4 * SMALLEST else _snug(row, False)
+    strip = power_of_two(row) if row <= 4 * SMALLEST else _snug(row, FEW if row % KNOWN else 4, False)
     return -(-row // strip) * strip
 
 
@@ -76,11 +96,9 @@ def strip_warps(body: Body, strip: int, lane: int) -> int:
 
 
 def registers_held(body: Body, strip: int, warps: int) -> int:
-    """Registers of a thread of such rows at most, 0: as many as the compiler takes. With 40, which hold a thread's part of 16-bit
-    rows, a third more programs run beside each other and load while others wait: on an H200, 8,191 rows of 5,003 in bfloat16, a
-    layer norm takes 48.7 us so, 53.8 otherwise. More elements for two sums, or more instructions, take more of them."""
-    light = loads(body) < 2 and narrow(body) and _work(body) <= LIGHT and strip == VECTOR * 32 * warps
-    return 40 if light and strips_of(body, strip) <= (5 if _sums(body) > 1 else 6) else 0
+    """Registers of a thread of such rows at most, 0: as many as the compiler takes. With 40 a third more programs run beside each
+    other and load while others wait: on an H200, an RMS norm over 5,003 in bfloat16 takes 42.4 us so, 43.4 otherwise."""
+    return 40 if _light(body) and strip == VECTOR * 32 * warps and strips_of(body, strip) <= 5 else 0
 
 
 @dataclass(frozen=True, slots=True)
