@@ -6,7 +6,17 @@ from codegen.aligned import KNOWN
 from codegen.body import Body
 from codegen.instructions import FULL
 from codegen.online import pairs
-from codegen.row_traits import loads, longest_held, longest_in_strips, makes_gradient, narrow, sums_only, walks_again
+from codegen.row_traits import (
+    loads,
+    longest_held,
+    longest_in_strips,
+    makes_gradient,
+    narrow,
+    reduced_once,
+    reductions,
+    sums_only,
+    walks_again,
+)
 from codegen.strips import strip_of
 from codegen.tuning import Tuning, power_of_two, snug_block
 from ir_nodes import settings
@@ -48,7 +58,7 @@ def _in_one_warp(body: Body, tuning: Tuning, block: int) -> int:
     if any(step.stage == "scan" for step in body.steps) or block > 512:
         return 0
     summed = sums_only(body)
-    if not summed and block > 64 and _once(body):
+    if not summed and block > 64 and reduced_once(body):
         return 0
     if block <= 32:
         return 0 if summed else tuning.tile // 2
@@ -61,18 +71,9 @@ def _in_one_warp(body: Body, tuning: Tuning, block: int) -> int:
     return tuning.tile if block == 64 or not _extremes(body) else 0
 
 
-def _reductions(body: Body) -> int:
-    return sum(step.stage == "reduce" for step in body.steps)
-
-
-def _once(body: Body) -> bool:
-    """Do a program's threads wait for each other once, for the one thing that is made of a row of one operand?"""
-    return loads(body) < 2 and _reductions(body) == 1
-
-
 def _waits(body: Body, block: int) -> bool:
     """Do they wait so often, for rows off 16-byte boundaries, that fewer of them take less time?"""
-    return block >= 2048 and body.extent % 8 != 0 and _reductions(body) > 1
+    return block >= 2048 and body.extent % 8 != 0 and reductions(body) > 1
 
 
 def _extremes(body: Body) -> bool:

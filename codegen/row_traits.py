@@ -21,6 +21,15 @@ def loads(body: Body) -> int:
     return sum(math.prod(n for n, stride in step.form if stride) * 2 > body.numel for step in full)
 
 
+def reductions(body: Body) -> int:
+    return sum(step.stage == "reduce" for step in body.steps)
+
+
+def reduced_once(body: Body) -> bool:
+    """Do a program's threads wait for each other once, for the one thing that is made of a row of one operand?"""
+    return loads(body) < 2 and reductions(body) == 1
+
+
 def walks_again(body: Body) -> bool:
     """Does a loop over a row need another one after it?"""
     merged = {id(term) for total in pairs(body) for term in (total.args[0], total.args[0].args[0])}

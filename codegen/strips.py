@@ -13,7 +13,7 @@ from codegen.aligned import KNOWN
 from codegen.body import Body
 from codegen.draws import WORDS, Stream
 from codegen.instructions import FULL
-from codegen.row_traits import lanes_needed, loads, narrow, row_bytes, sums_only
+from codegen.row_traits import lanes_needed, loads, narrow, reduced_once, row_bytes, sums_only
 from codegen.tuning import Tuning, power_of_two, snug_block
 from ir_nodes import settings
 
@@ -22,6 +22,9 @@ SMALLEST, USUAL, LARGEST = 128, 2048, 4096
 
 FEW, MOST = 8, 16
 """Strips of a row. Each is written out in the kernel's source."""
+
+LIGHTEST = 5
+"""Strips of a 16-bit row of which 40 registers hold a thread's part, while a norm is computed."""
 
 LIGHT, SOME = 10, 12
 """Instructions of an element, as a norm has them, and an RMS norm's gradient."""
@@ -56,7 +59,7 @@ def _snug(row: int, pieces: int, fine: bool) -> int:
     """Elements of the strips that rows of ``row`` elements are best cut into: so many ``pieces`` of a power of two, or more;
     ``fine``: `SMALLEST` will do."""
     usual, smallest = USUAL if row <= FEW * USUAL else LARGEST, SMALLEST if fine else 2 * SMALLEST
-    return snug_block(row, max(min(power_of_two(row) // pieces, usual), 2 * SMALLEST if pieces <= FEW else smallest), smallest)
+    return snug_block(row, max(min(power_of_two(row) // pieces, usual), smallest), smallest)
 
 
 def _pieces(body: Body) -> int:
@@ -64,23 +67,24 @@ def _pieces(body: Body) -> int:
     loads no more at a time. Off 16-byte boundaries, where what all rows share comes one by one, few threads take less time than
     many: on an H200, bfloat16, a layer norm over 1,001 takes 43.3 us with strips of 128, 57.8 of 256; over 3,001 52.9 with 256,
     72.9 with 1,024; a softmax over 3,001 47.3 and 51.2. With a second operand they take more."""
-    if body.extent % KNOWN == 0:
-        return 4
-    many = body.extent % 8 and narrow(body) and loads(body) < 2 and not _crossed(body) and not _light(body)
-    return 2 * FEW if many else FEW
+    alone = body.extent % 8 and narrow(body) and loads(body) < 2 and not _crossed(body)
+    return 2 * FEW if alone and not _summed_lightly(body) else _usual_pieces(body.extent)
 
 
-def _light(body: Body) -> bool:
+def _usual_pieces(extent: int) -> int:
+    return FEW if extent % KNOWN else 4
+
+
+def _summed_lightly(body: Body) -> bool:
     """Do 40 registers hold a thread's part of 16-bit rows that are summed once, and what a norm computes?"""
     row = lanes_needed(body)
-    few = -(-row * FEW // power_of_two(row)) <= 5
-    once = sum(step.stage == "reduce" for step in body.steps) == 1
-    return few and once and narrow(body) and loads(body) < 2 and _work(body) <= LIGHT
+    short = -(-row * FEW // power_of_two(row)) <= LIGHTEST
+    return short and narrow(body) and reduced_once(body) and _work(body) <= LIGHT
 
 
 def lanes_drawn(row: int) -> int:
     """Lanes for which a kernel draws that holds rows of ``row`` 16-bit elements, in strips where these fit better."""
-    strip = power_of_two(row) if row <= 4 * SMALLEST else _snug(row, FEW if row % KNOWN else 4, False)
+    strip = power_of_two(row) if row <= 4 * SMALLEST else _snug(row, _usual_pieces(row), False)
     return -(-row // strip) * strip
 
 
@@ -98,7 +102,7 @@ def strip_warps(body: Body, strip: int, lane: int) -> int:
 def registers_held(body: Body, strip: int, warps: int) -> int:
     """Registers of a thread of such rows at most, 0: as many as the compiler takes. With 40 a third more programs run beside each
     other and load while others wait: on an H200, an RMS norm over 5,003 in bfloat16 takes 42.4 us so, 42.9 cut like others."""
-    return 40 if _light(body) and strip == VECTOR * 32 * warps and strips_of(body, strip) <= 5 else 0
+    return 40 if _summed_lightly(body) and strip == VECTOR * 32 * warps and strips_of(body, strip) <= LIGHTEST else 0
 
 
 @dataclass(frozen=True, slots=True)
