@@ -74,7 +74,7 @@ a quotient whose divisor is at least 1: there, two instructions do what takes fi
 _LOGIC = (("and", "&"), ("or", "|"), ("xor", "^"))
 LIBDEVICE = frozenset(
     "exp2 expm1 log2 log10 log1p sin cos tan asin acos atan sinh cosh asinh acosh atanh atan2 erf erfc pow fmod rint "
-    "trunc floor ceil".split()
+    "trunc floor ceil hypot copysign erfinv lgamma".split()
 )
 
 
@@ -223,7 +223,7 @@ ROWS: dict[str, Row] = {
     "pow": Row(_pow),
     "neg": Row(choose("-{self}", "-{self}")),
     "abs": Row(choose("tl.abs({self})", "tl.abs({self})", "{self}")),
-    "sign": Row(_sign),
+    **dict.fromkeys(("sign", "sgn"), Row(_sign)),
     "reciprocal": Row(partial(_inverse, text="{self}"), "float"),
     "sqrt": Row("@sqrt({self})", "float"),
     "rsqrt": Row("tl.rsqrt({self})", "float"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Collection, Iterable, Mapping, Sequence
 
-from codegen import inline
+from codegen import formulas, inline
 from codegen.expressions import Unsupported
 from codegen.group import Group, Unit, joint_level, lifted_level, merge, new_group, sort_groups
 from codegen.instructions import MemAccess, Part
@@ -83,11 +83,12 @@ def lower_all(graph: Graph, tuning: Tuning = HOPPER, lists: bool = True, lowered
     units: list[Unit] = []
     scratch, made_by_aten, known = 0, 0, nothing_known()
     recipes: inline.Recipes = {}
+    known_numbers: formulas.Formulas = {}
     hots: Hots = {}
     makers: dict[Value, MemAccess] = {}
     copies: dict[Value, MemAccess] = {}  # made by nodes that are there for those who follow them
     norms = Norms(graph, recipes)
-    ordered, inlined = settings.enabled("loop_order"), settings.enabled("recompute")
+    ordered, inlined, computed = (settings.enabled(name) for name in ("loop_order", "recompute", "formulas"))
     for node in graph.nodes:
         try:
             if not lists and info(node.target).kind in ("foreach", "optimizer"):
@@ -99,6 +100,9 @@ def lower_all(graph: Graph, tuning: Tuning = HOPPER, lists: bool = True, lowered
             units.append(Unit(len(units), node, None, str(refusal), tuple(node.inputs()), made))
             known.remember(node, [])
             continue
+        if computed:
+            parts = [formulas.compute(part, known_numbers) for part in parts]
+            formulas.remember(node, parts, known_numbers)
         serves = is_there_for_others(node)
         if ordered:
             parts = [follow(part, copies if serves else makers) for part in parts]

@@ -148,7 +148,8 @@ class Part:
         key, old = self.structure
         other._structure = key, tuple([names[name] for name in old])
         facts = self.facts
-        other._facts = Facts(tuple(accesses), facts.patterns, facts.kinds, facts.moved, facts.waits, facts.scans)
+        other._facts = Facts(tuple(accesses), facts.patterns, facts.kinds, facts.moved, facts.waits, facts.scans,
+                             facts.work)
         return other
 
     def accesses(self) -> Accesses:
@@ -186,7 +187,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What fusion asks of a part again and again: see the properties of `Part`. ``moved``: bytes that it loads and stores."""
+    """What fusion asks of a part again and again: see the properties of `Part`. ``moved``: bytes that it loads and stores;
+    ``work``: machine instructions that each element takes, by rule of thumb."""
 
     accesses: Accesses
     patterns: tuple[tuple[Form, int], ...]
@@ -194,6 +196,7 @@ class Facts:
     moved: int
     waits: bool
     scans: int
+    work: int
 
     @staticmethod
     def of(instrs: list[Instr]) -> Facts:
@@ -205,7 +208,15 @@ class Facts:
         moved = sum([access.high - access.low for _, access in accesses])
         scans = sum({2 if i.payload else 1 for i in instrs if i.kind == "scan"}) if "scan" in kinds else 0
         late = "reduce" in kinds and waits(instrs)
-        return Facts(accesses, tuple(patterns), kinds, moved, late, scans)  # type: ignore[arg-type]
+        work = sum([_work(i) for i in instrs if i.level == FULL])
+        return Facts(accesses, tuple(patterns), kinds, moved, late, scans, work)  # type: ignore[arg-type]
+
+
+def _work(instr: Instr) -> int:
+    """A quick function takes few instructions, one that is exact everywhere tens."""
+    text = instr.text if instr.kind == "expr" else ""
+    calls, fast = text.count("libdevice."), text.count("libdevice.fast_")
+    return 1 + 40 * (calls - fast) + 4 * fast + 10 * text.count("_rn(")
 
 
 def waits(instrs: list[Instr]) -> bool:

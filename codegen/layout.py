@@ -47,7 +47,7 @@ def _laid_out(body: Body, tuning: Tuning, share: int, shares: int) -> Tile:
     products = [step for step in body.steps if step.stage == "dot"]
     if products:
         return _product(products[0], *_merge(dims, strides, flags, [dim for dim in range(len(dims)) if dims[dim] > 1]), tuning)
-    main = _main(body) if settings.enabled("loop_order") else None
+    main = _main(body, strides) if settings.enabled("loop_order") else None
     scans = any(step.stage == "scan" for step in body.steps)  # these take their summands in order
     order = sorted((dim for dim in range(len(dims)) if dims[dim] > 1),
                    key=lambda dim: (flags[dim], -strides[id(main)][dim] if main and not (scans and flags[dim]) else 0, dim))
@@ -57,13 +57,27 @@ def _laid_out(body: Body, tuning: Tuning, share: int, shares: int) -> Tile:
     return _reduction(body, dims, strides, flags, tuning, (share, shares))
 
 
-def _main(body: Body) -> Step | None:
-    """The access whose memory order the tile follows: what is stored, else what is loaded, over the whole space."""
+def _main(body: Body, strides: Strides) -> Step | None:
+    """The access whose memory order the tile follows: what is stored, else what is loaded, over the whole space. Elementwise ones
+    have squares for operands that lie across; other bodies follow the order in which most bytes lie."""
     full = [step for step in body.steps if step.level == FULL and step.access is not None and not step.access.scattered]
     stores = [step for step in full if step.stage == "store"]
     dense = [step for step in stores or full if math.prod(n for n, s in step.form if s) == body.numel]
     candidates = dense or stores or full or [step for step in body.steps if step.stage == "store"]
-    return candidates[0] if candidates else None
+    if body.reduced is None or not dense:
+        return candidates[0] if candidates else None
+    lying: dict[int, list[Step]] = {}
+    for step in full:
+        if math.prod(n for n, s in step.form if s) == body.numel:
+            lying.setdefault(_innermost(strides[id(step)]), []).append(step)
+    moved = {dim: sum(step.access.dtype.itemsize for step in steps if step.access is not None) for dim, steps in lying.items()}
+    usual, most = _innermost(strides[id(dense[0])]), max(moved, key=lambda dim: moved[dim])
+    return lying[most][0] if moved[most] > moved[usual] else dense[0]
+
+
+def _innermost(strides: tuple[int, ...]) -> int:
+    """The dimension along which neighbours lie next to one another."""
+    return min(((stride, dim) for dim, stride in enumerate(strides) if stride), default=(0, 0))[1]
 
 
 def _merge(dims: tuple[int, ...], strides: Strides, flags: tuple[bool, ...], order: list[int]) -> tuple[

@@ -9,6 +9,7 @@ from codegen import (
     cross_entropy,
     draws,
     group_norm,
+    halves,
     indexing,
     joining,
     losses,
@@ -117,9 +118,19 @@ INDEXED: dict[str, Callable[[Node], list[Part]]] = {
 PLACED: dict[str, Callable[[Node], list[Part]]] = {
     **dict.fromkeys(("tril", "tril_", "triu", "triu_"), positions.lower_triangle),
     "arange": positions.lower_arange,
+    "linspace": positions.lower_linspace,
     "roll": positions.lower_roll,
 }
 """Ops whose elements depend on where they stand."""
+
+
+RESULTS: dict[str, Callable[[Node], list[Part]]] = {
+    "log_sigmoid_forward": halves.lower_log_sigmoid,
+    "_prelu_kernel_backward": halves.lower_prelu_backward,
+    "glu": halves.lower_glu,
+    "glu_backward": halves.lower_glu_backward,
+}
+"""Elementwise ops with several results, or several operands in one."""
 
 
 PAIRED: dict[str, Callable[[Node, int, Known], list[Part]]] = {
@@ -163,7 +174,8 @@ def _lower_named(node: Node, scratch: int, tuning: Tuning, known: Known) -> list
         return JOINS[node.name](node, known)
     if node.name in TURNED:
         return TURNED[node.name](node, known)
-    if alone := INDEXED.get(node.name) or PLACED.get(node.name) or BITWISE.get(node.name):
-        return alone(node)
+    for table in (INDEXED, PLACED, RESULTS, BITWISE):
+        if node.name in table:
+            return table[node.name](node)
     part = lower_pointwise(node)
     return [joining.over_filled(part, known) if settings.enabled("windows") else part]

@@ -9,14 +9,17 @@ from typing import Any, Mapping
 
 import torch
 
+from codegen.activations import ACTIVATIONS
 from codegen.expressions import ROWS, Case, Row, Unsupported, function
 from codegen.instructions import Instr, Part
 from codegen.lowering import Lowering, arguments
 from codegen.predicates import PREDICATES
 from codegen.promotion import HALF, TRITON_TYPES, category, common_dtype, compute_dtype
+from codegen.special import SPECIAL
 from ir_nodes.node import Node, Operand, ScalarInput
 
 _PROMOTING_NUMBERS = frozenset(("self", "other", "exponent", "min", "max", "min_val", "max_val"))
+_TABLE = {**ROWS, **PREDICATES, **ACTIVATIONS, **SPECIAL}
 _CALL = re.compile(r"@(\w+)")
 
 
@@ -33,7 +36,7 @@ def base_name(node: Node) -> str:
 
 
 def row_of(node: Node) -> Row | None:
-    return ROWS.get(base_name(node)) or PREDICATES.get(base_name(node))
+    return _TABLE.get(base_name(node))
 
 
 def lower_pointwise(node: Node) -> Part:

@@ -9,8 +9,9 @@ import torch
 from codegen.expressions import Unsupported
 from codegen.instructions import Instr, Part
 from codegen.lowering import Lowering, arguments
+from codegen.promotion import TRITON_TYPES
 from codegen.reductions import operand_of
-from ir_nodes.node import Node
+from ir_nodes.node import Node, Operand
 
 
 def lower_triangle(node: Node) -> list[Part]:
@@ -39,6 +40,24 @@ def lower_arange(node: Node) -> list[Part]:
     start, step = (lowering.read(args.get(name, default), torch.int64) for name, default in (("start", 0), ("step", 1)))
     place = lowering.expr("{0}.to(tl.int64)", lowering.coord(0), dtype=torch.int64)
     lowering.write(0, lowering.expr("{0} + {1} * {2}", start, place, step, dtype=torch.int64))
+    return [lowering.part]
+
+
+def lower_linspace(node: Node) -> list[Part]:
+    """linspace of floats, counted from the nearer end as ATen does."""
+    args, out = arguments(node), node.writes[0].layout
+    dtype = out.dtype
+    if dtype not in (torch.float32, torch.float64) or any(isinstance(args[name], Operand) for name in ("start", "end")):
+        raise Unsupported("numbers between ends that are tensors, integers or 16-bit floats, which ATen rounds in its own way")
+    lowering, count = Lowering(node, out.size), out.numel
+    start, end = (lowering.read(args[name], dtype) for name in ("start", "end"))
+    place = lowering.expr(f"{{0}}.to({TRITON_TYPES[dtype]})", lowering.coord(0), dtype=dtype)
+    gaps, half = lowering.size(max(count - 1, 1), dtype), lowering.size(count // 2, dtype)
+    divide = "tl.fdiv" if dtype is torch.float64 else "tl.math.div_rn"
+    step = lowering.expr(f"{divide}({{1}} - {{0}}, {{2}})", start, end, gaps, dtype=dtype)
+    near = lowering.expr("{0} + {1} * {2}", start, step, place, dtype=dtype)
+    far = lowering.expr("{0} - {1} * ({2} - {3})", end, step, gaps, place, dtype=dtype)
+    lowering.write(0, near if count == 1 else lowering.expr("tl.where({0} < {1}, {2}, {3})", place, half, near, far, dtype=dtype))
     return [lowering.part]
 
 

@@ -15,6 +15,7 @@ from codegen.forms import Form
 from codegen.group import MAX_DIMS, MAX_NODES, MAX_OPERANDS, Group, Joint, Touched, Unit
 from codegen.instructions import KEPT
 from codegen.strips import lanes_drawn
+from codegen.tuning import HOPPER
 from ir_nodes.node import Value
 
 DRAWN = 1 << 20
@@ -23,6 +24,11 @@ LANE, EMPTY = 9.0, 17.0
 """Bytes of memory that move while a row's kernel draws for one lane, with an element and without. On an H200, 64 Mi elements of
 dropout, sum and norm in bfloat16: 148 us in rows of 768, 159 to 171 in rows of 640 and of 1,024 to 8,192 (184 to 188 in two
 kernels), but 224, 267 and 388 in rows of 384, 320 and 264, which no strips fit (193, 202, 274)."""
+
+
+LONE = 400_000
+"""Instructions of a program among few from which elementwise ops are a kernel of their own, whose programs fill the machine: more
+than two microseconds of a multiprocessor, which is what the launch costs."""
 
 
 def joint_space(left: Group, right: Group) -> Joint | str:
@@ -77,6 +83,8 @@ def can_fuse(left: Group, right: Group) -> Joint | str:
         mixed = mixing.refused([*left.units, *right.units], dict.fromkeys(joint.crossed), dict.fromkeys(joint.kept_units))
         if mixed is not None:
             return mixed
+    if joint.reduced is not None and (left.reduced is None or right.reduced is None) and _works_alone(left, right, joint):
+        return "a few programs that reduce long rows would compute what many could"
     apart = one_pass.refused(left, right) if joint.reduced is not None else None
     apart = apart or across.refused(left, right, joint)
     return apart or _memory_reason(left, right, joint) or _split_reason(left, right, joint) or joint
@@ -97,6 +105,15 @@ def _draws_slowly(left: Group, right: Group, joint: Joint) -> str:
     if drawing <= moved:
         return ""
     return "its random numbers delay rows of this length by more than the memory between two kernels takes"
+
+
+def _works_alone(left: Group, right: Group, joint: Joint) -> bool:
+    """Do few programs, which see whole rows, have so much to compute for each element that others had better do it?"""
+    extent = forms.reduced_extent(joint.reduced or ())
+    if joint.split or extent < LONE // 200 or joint.numel // extent * 32 > HOPPER.programs:
+        return False
+    units = [unit for group in (left, right) for unit in group.units if unit not in joint.kept_units]
+    return extent * sum(unit.part.facts.work for unit in units if unit.part is not None and unit.part.reduced is None) > LONE
 
 
 def _belongs_elsewhere(left: Group, right: Group) -> bool:

@@ -27,6 +27,7 @@ from codegen.taking_turns import Turns
 _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "fast_exp": torch.exp, "fast_fdivide": torch.div,
     "pow": torch.pow, "fmod": torch.fmod, "atan2": torch.atan2, "rint": torch.round, "trunc": torch.trunc,
+    "hypot": torch.hypot, "copysign": torch.copysign, "erfinv": torch.erfinv, "lgamma": torch.lgamma,
     **{name: getattr(torch, name) for name in "exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh "
        "asinh acosh atanh erf erfc floor ceil".split()},
 }

@@ -19,6 +19,7 @@ OPTIMISATIONS: dict[str, str] = {
     "copy_engines": "large exchanges between GPUs of one host run on their copy engines, which leave the multiprocessors alone",
     "reader_order": "what large kernels read over and over lies in the order in which they walk it",
     "recompute": "cheap values are computed again in backward instead of being kept",
+    "formulas": "numbers that are the same everywhere, or follow from an element's place, are computed where they are read",
     "hold_less": "values that wait while most memory is held are made again by kernels that read what they come from",
     "packed_masks": "masks that wait for another kernel, such as those of dropout, are kept as bits instead of bytes",
     "peak_order": "the order with the smallest peak memory among several",

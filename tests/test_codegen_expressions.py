@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from graphs import check, record
 
+from codegen import special
+from codegen.activations import ACTIVATIONS
 from codegen.expressions import ROWS
 from codegen.fuse import lower_all
 from codegen.pointwise import base_name
@@ -129,6 +131,39 @@ CASES: list[tuple[str, Callable[..., Any], int, tuple[torch.dtype, ...], bool | 
     *[(name, getattr(torch, name), 1, ALL, False) for name in ("zeros_like", "ones_like")],
     *[(name, lambda x, how=name: getattr(x, how)((5, 7)), 1, ALL, False) for name in ("new_zeros", "new_ones")],
     ("zero", lambda x: torch.empty_like(x).zero_(), 1, (*ALL, torch.bool), False),
+    ("sgn", torch.sgn, 1, (torch.float32, torch.int64), False),
+    ("log_sigmoid_forward", F.logsigmoid, 1, FLOATS, False),
+    ("log_sigmoid_backward", lambda g, x: aten.log_sigmoid_backward(g, x, (-x.abs()).exp()), 2, FLOATS, False),
+    ("mish_backward", aten.mish_backward, 2, FLOATS, None),
+    ("hardswish_backward", aten.hardswish_backward, 2, FLOATS, None),
+    ("hardswish_backward", lambda g, x: aten.hardswish_backward(g, x * 0 - 3), 2, FLOATS, None),
+    ("hardsigmoid_backward", lambda g, x: aten.hardsigmoid_backward(g, x * 2), 2, FLOATS, None),
+    ("softshrink", F.softshrink, 1, FLOATS, False),
+    ("softshrink_backward", lambda g, x: aten.softshrink_backward(g, x, 0.5), 2, FLOATS, None),  # CPUs differ in NaN
+    ("hardshrink", F.hardshrink, 1, FLOATS, False),
+    ("hardshrink_backward", lambda g, x: aten.hardshrink_backward(g, x, 0.5), 2, FLOATS, None),  # CPUs differ in NaN
+    ("_prelu_kernel", lambda x: F.prelu(x.view(1, 3, 37), torch.tensor([0.1, 0.0, -2.0], dtype=x.dtype)), 1, FLOATS, False),
+    ("_prelu_kernel_backward", aten._prelu_kernel_backward, 3, FLOATS, False),
+    ("logit", lambda x: (torch.logit(x), torch.logit(x, 0.1)), 1, FLOATS, False),
+    ("logit_backward", lambda g, x: (aten.logit_backward(g, x / 8), aten.logit_backward(g, x / 8, 0.1)), 2, FLOATS, True),
+    ("glu", lambda x: (F.glu(x[:, 1:]), F.glu(x[1:].t().contiguous())), 1, FLOATS, None),
+    ("glu_backward", lambda g, x: aten.glu_backward(g[:, 19:], x[:, 1:], 1), 2, FLOATS, None),
+    ("xlogy", lambda x, y: (torch.xlogy(x, y), torch.xlogy(x, 0.7), torch.xlogy(0.0, y)), 2, FLOATS, False),
+    ("special_xlog1py", torch.special.xlog1py, 2, FLOATS, False),
+    ("special_entr", torch.special.entr, 1, FLOATS, False),
+    ("logaddexp", torch.logaddexp, 2, FLOATS, False),
+    ("logaddexp2", torch.logaddexp2, 2, FLOATS, False),
+    ("sinc", torch.sinc, 1, FLOATS, None),
+    ("hypot", torch.hypot, 2, FLOATS, False),
+    ("copysign", lambda x, y: (torch.copysign(x, y), torch.copysign(x, -1.0)), 2, FLOATS, False),
+    ("heaviside", torch.heaviside, 2, FLOATS, None),
+    ("erfinv", lambda x: torch.erfinv(x.sin()), 1, FLOATS, None),
+    ("lgamma", torch.lgamma, 1, (torch.float32, torch.float64), True),
+    ("nan_to_num", lambda x: (torch.nan_to_num(x), torch.nan_to_num(x, 1.5, 2.5, -3.5)), 1, ALL, False),
+    ("bitwise_left_shift", torch.bitwise_left_shift, 2, INTS, True),
+    ("bitwise_right_shift", torch.bitwise_right_shift, 2, INTS, True),
+    ("__lshift__", lambda x, y: (x << y, x << 3), 2, INTS, True),
+    ("__rshift__", lambda x, y: (x >> y, (x * 9) >> 3, x >> (y * 20)), 2, (*INTS, torch.uint8), True),
 ]
 
 
@@ -145,7 +180,7 @@ def test_row_equals_eager(name: str, program: Callable[..., Any], inputs: int, d
 
 
 def test_every_row_has_a_case() -> None:
-    assert set(ROWS) - {case[0] for case in CASES} == set()
+    assert {*ROWS, *ACTIVATIONS, *special.SPECIAL} - {case[0] for case in CASES} == set()
 
 
 MIXED = [

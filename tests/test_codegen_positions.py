@@ -26,7 +26,7 @@ def test_a_causal_mask_costs_no_kernel_of_its_own() -> None:
 
 def test_ranges() -> None:
     check(lambda x: (torch.arange(7), torch.arange(3, 17, 2), torch.arange(9, 0, -1, dtype=torch.int32), x + 1), torch.ones(3))
-    check(lambda x: x + torch.arange(5)[:, None], torch.ones(5, 3), count=2)
+    check(lambda x: x + torch.arange(5)[:, None], torch.ones(5, 3), count=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64], ids=str)
