@@ -17,6 +17,7 @@ from codegen.instructions import KEPT
 from codegen.strips import lanes_drawn
 from codegen.tuning import HOPPER
 from ir_nodes.node import Value
+from ir_nodes.ops import info
 
 DRAWN = 1 << 20
 """Random numbers from which a kernel of their own is worth its launch."""
@@ -113,7 +114,8 @@ def _works_alone(left: Group, right: Group, joint: Joint) -> bool:
     if joint.split or extent < LONE // 200 or joint.numel // extent * 32 > HOPPER.programs:
         return False
     units = [unit for group in (left, right) for unit in group.units if unit not in joint.kept_units]
-    return extent * sum(unit.part.facts.work for unit in units if unit.part is not None and unit.part.reduced is None) > LONE
+    parts = [unit.part for unit in units if unit.part is not None and info(unit.node.target).kind == "pointwise"]
+    return extent * sum(part.facts.work for part in parts) > LONE
 
 
 def _belongs_elsewhere(left: Group, right: Group) -> bool:
