@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import Callable, Sequence
 
 import torch
 
+from codegen.expressions import Unsupported
+from codegen.forms import Form
+from codegen.index_maps import in_memory_order, through
 from codegen.instructions import FULL, UNIFORM, Instr, MemAccess, Part
+from codegen.limits import check_part
 from ir_nodes.node import Node, Value
 
 LONGEST = 12
-"""Instructions of a formula: more are computed once and read."""
+"""Instructions of a formula for each element: more are computed once and read."""
 _KINDS = frozenset(("expr", "scalar", "size", "coord", "store"))
 _CALL = re.compile(r"[\w.]+(?=\()")
 _CHEAP = frozenset(("to", "tl.where", "tl.abs"))
@@ -24,7 +29,7 @@ _CHEAP = frozenset(("to", "tl.where", "tl.abs"))
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """``steps`` end in the element, held as a load of ``dtype`` would hold it. Their coords are its number in memory."""
+    """``steps`` end in the element, held as a load of ``dtype`` would hold it. Their coords run over the buffer's elements."""
 
     steps: tuple[Instr, ...]
     dtype: torch.dtype
@@ -35,12 +40,20 @@ Formulas = dict[Value, Formula]
 
 def remember(node: Node, parts: list[Part], formulas: Formulas) -> None:
     """Note how to compute what ``node`` writes, where no memory is needed for it and few instructions are."""
-    if len(parts) != 1 or len(node.writes) != 1 or node.effects or len(parts[0].instrs) > LONGEST + 1:
+    if len(parts) != 1 or len(node.writes) != 1 or node.effects or sum(one.level == FULL for one in parts[0].instrs) > LONGEST:
         return
     *steps, store = parts[0].instrs
-    if parts[0].facts.kinds <= _KINDS and store.kind == "store" and _whole(store, node) and all(
-            _is_cheap(step, store) for step in steps):
-        formulas[node.writes[0].value] = Formula((*steps[: steps.index(store.args[0]) + 1],), node.writes[0].layout.dtype)
+    if parts[0].facts.kinds <= _KINDS and store.kind == "store" and _whole(store, node) and all(map(_is_cheap, steps)):
+        assert store.access is not None
+        order, numel = store.access.form, parts[0].numel
+
+        def laid(form: Form) -> tuple[Form, int] | None:
+            dense = in_memory_order(form, order, numel)
+            return None if dense is None else (dense, 0)
+
+        found = _replaced(steps[: steps.index(store.args[0]) + 1], laid)
+        if found is not None:
+            formulas[node.writes[0].value] = Formula((*found,), node.writes[0].layout.dtype)
 
 
 def _whole(store: Instr, node: Node) -> bool:
@@ -49,12 +62,9 @@ def _whole(store: Instr, node: Node) -> bool:
     return whole and node.writes[0].layout.numel < 2**31  # an element's number is held in 32 bits
 
 
-def _is_cheap(step: Instr, store: Instr) -> bool:
-    assert store.access is not None
-    if step.kind == "store" or step.kind == "coord" and step.payload != store.access.form:
-        return False
+def _is_cheap(step: Instr) -> bool:
     called = (name.lstrip(".") for name in _CALL.findall(step.text))
-    return step.level == UNIFORM or all(name.rpartition("}.")[2] in _CHEAP for name in called)
+    return step.kind != "store" and (step.level == UNIFORM or all(name.rpartition("}.")[2] in _CHEAP for name in called))
 
 
 def compute(part: Part, formulas: Formulas) -> Part:
@@ -66,31 +76,50 @@ def compute(part: Part, formulas: Formulas) -> Part:
     for instr in part.instrs:
         args = tuple([made[arg] for arg in instr.args])
         formula = formulas.get(instr.access.value) if instr.kind == "load" and instr.access is not None else None
-        if formula is not None and instr.access is not None and _fits(instr, instr.access, formula):
-            out += _steps(instr.access, formula)
+        steps = _seen_through(instr.access, formula) if formula is not None and instr.access is not None else None
+        if steps is not None:
+            out += steps
         else:
             level = max(arg.level for arg in args) if instr.kind == "expr" and args else instr.level
             out.append(replace(instr, args=args, level=level))
         made[instr] = out[-1]
-    return replace(part, instrs=out)
+    computed = replace(part, instrs=out)
+    try:
+        check_part(computed)
+    except Unsupported:
+        return part
+    return computed
 
 
-def _fits(instr: Instr, access: MemAccess, formula: Formula) -> bool:
-    return not instr.args and access.level == FULL and access.dtype is formula.dtype and not access.shift and not access.scattered
+def _seen_through(access: MemAccess, formula: Formula) -> list[Instr] | None:
+    """The formula's steps for the elements that ``access`` walks; None where its dimensions do not fit. What lies outside of a
+    window is computed, too, and not looked at."""
+    if access.level != FULL or access.dtype is not formula.dtype or access.scattered:
+        return None
+    first = access.byte_offset // access.dtype.itemsize
+
+    def seen(form: Form) -> tuple[Form, int] | None:
+        if len(form) == 1 and form[0][1] == 1 or not form:  # an element's number in memory, or the first
+            return (access.form, first - access.shift) if form else ((), 0)
+        return through(form, access.form, first) if not access.shift else None
+
+    return _replaced(formula.steps, seen)
 
 
-def _steps(access: MemAccess, formula: Formula) -> list[Instr]:
-    """The formula's steps for the elements that ``access`` walks."""
+def _replaced(steps: Sequence[Instr], seen: Callable[[Form], tuple[Form, int] | None]) -> list[Instr] | None:
+    """``steps`` with coords of other forms, to which a number is added; None where there is no such form."""
     out: list[Instr] = []
     made: dict[Instr, Instr] = {}
-    first = access.byte_offset // access.dtype.itemsize
-    for step in formula.steps:
+    for step in steps:
         if step.kind == "coord":
-            out.append(replace(step, payload=access.form))
-            if first:
-                start = Instr("size", torch.int64, UNIFORM, payload=first)
-                start32 = Instr("expr", step.dtype, UNIFORM, (start,), "{0}.to(tl.int32)")
-                out += [start, start32, Instr("expr", step.dtype, FULL, (out[-1], start32), "({0} + {1})")]
+            found = seen(step.payload)  # type: ignore[arg-type]
+            if found is None:
+                return None
+            out.append(replace(step, payload=found[0]))
+            if found[1]:
+                start = Instr("size", torch.int64, UNIFORM, payload=found[1])
+                narrow = Instr("expr", step.dtype, UNIFORM, (start,), "{0}.to(tl.int32)")
+                out += [start, narrow, Instr("expr", step.dtype, FULL, (out[-1], narrow), "({0} + {1})")]
         else:
             out.append(replace(step, args=tuple([made[arg] for arg in step.args])))
         made[step] = out[-1]

@@ -38,7 +38,7 @@ Place = tuple[Instr, int, int]
 """An index, the stride that it counts in, and the extent that it has to stay below."""
 
 
-def _index(lowering: Lowering, operand: Operand, layout: Layout, count: int, wraps: bool = False, check: bool = True) -> Instr:
+def index_of(lowering: Lowering, operand: Operand, layout: Layout, count: int, wraps: bool = False, check: bool = True) -> Instr:
     """An index tensor's elements, seen through ``layout``; ``wraps``: negative ones count from the end."""
     if layout.dtype not in (torch.int64, torch.int32):
         raise Unsupported(f"indices of dtype {str(layout.dtype).removeprefix('torch.')}")
@@ -48,12 +48,12 @@ def _index(lowering: Lowering, operand: Operand, layout: Layout, count: int, wra
     return lowering.check(index, count) if check else index
 
 
-def _spread(layout: Layout, before: int, after: int) -> Layout:
+def spread(layout: Layout, before: int, after: int) -> Layout:
     """``layout`` with dimensions of size 1 around it."""
     return replace(layout, size=(1,) * before + layout.size + (1,) * after, stride=(0,) * before + layout.stride + (0,) * after)
 
 
-def _without(layout: Layout, dims: Sequence[int]) -> Layout:
+def without(layout: Layout, dims: Sequence[int]) -> Layout:
     """``layout`` of the elements with index 0 along ``dims``."""
     size = tuple(1 if dim in dims else extent for dim, extent in enumerate(layout.size))
     return replace(layout, size=size, stride=tuple(0 if dim in dims else step for dim, step in enumerate(layout.stride)))
@@ -65,16 +65,16 @@ def lower_index_select(node: Node) -> list[Part]:
     lowering = Lowering(node, node.writes[0].layout.size)
     if node.name == "embedding":
         source, index = operand_of(args["weight"]), operand_of(args["indices"])
-        dim, layout, rest = 0, _spread(index.layout, 0, 1), _without(operand_of(args["weight"]).layout, (0,))
+        dim, layout, rest = 0, spread(index.layout, 0, 1), without(operand_of(args["weight"]).layout, (0,))
     else:
         source, index = operand_of(args["self"]), operand_of(args["index"])
         rank = len(source.layout.size)
         if rank == 0 or len(index.layout.size) != 1:
             raise Unsupported("an index of no dimension")
         dim = args["dim"] % rank
-        layout, rest = _spread(index.layout, 0, rank - dim - 1), _without(source.layout, (dim,))
+        layout, rest = spread(index.layout, 0, rank - dim - 1), without(source.layout, (dim,))
     count, stride = source.layout.size[dim], source.layout.stride[dim]
-    at = _index(lowering, index, layout, count)
+    at = index_of(lowering, index, layout, count)
     lowering.write(0, lowering.take(source, rest, [(at, stride, count)]))
     return [lowering.part]
 
@@ -87,9 +87,9 @@ def lower_gather(node: Node) -> list[Part]:
         raise Unsupported("a gather without dimensions")
     dim = args["dim"] % len(source.layout.size)
     lowering = Lowering(node, index.layout.size)
-    at = _index(lowering, index, index.layout, source.layout.size[dim])
+    at = index_of(lowering, index, index.layout, source.layout.size[dim])
     near = replace(source.layout, size=index.layout.size)  # elements beyond the index's extent are not looked at
-    lowering.write(0, lowering.take(source, _without(near, (dim,)), [(at, source.layout.stride[dim], source.layout.size[dim])]))
+    lowering.write(0, lowering.take(source, without(near, (dim,)), [(at, source.layout.stride[dim], source.layout.size[dim])]))
     return [lowering.part]
 
 
@@ -106,7 +106,7 @@ def _indexed(lowering: Lowering, layout: Layout, indices: Sequence[Operand | Non
                    stride=tuple(0 if dim is None else layout.stride[dim] for dim in ordered))
     places = []
     for dim, index in zip(dims, given):
-        at = _index(lowering, index, _spread(index.layout, 0, len(others) - front), layout.size[dim], wraps=True)
+        at = index_of(lowering, index, spread(index.layout, 0, len(others) - front), layout.size[dim], wraps=True)
         places.append((at, layout.stride[dim], layout.size[dim]))
     return rest, places
 
@@ -165,7 +165,7 @@ def lower_masked_put(node: Node, args: dict[str, Any]) -> list[Part]:
     if through >= 0:
         size, stride = ((*of[:through], *(fill,) * covered, *of[through + 1 :]) for of, fill in ((one.size, 1), (one.stride, 0)))
         one = replace(one, size=size, stride=stride)
-    chosen = lowering.load(Operand(mask.value, _spread(mask.layout, 0, behind)))
+    chosen = lowering.load(Operand(mask.value, spread(mask.layout, 0, behind)))
     old, new = lowering.load(source), lowering.cast(lowering.load(Operand(values.value, one)), layout.dtype)
     if args["accumulate"]:
         new = lowering.cast(lowering.expr("{0} + {1}", old, new, dtype=old.dtype), layout.dtype)
@@ -184,10 +184,10 @@ def lower_index_copy(node: Node) -> list[Part]:
         raise Unsupported("an index of no dimension")
     dim = args["dim"] % rank
     lowering = Lowering(node, source.layout.size)
-    at = _index(lowering, index, _spread(index.layout, 0, rank - dim - 1), write.layout.size[dim])
+    at = index_of(lowering, index, spread(index.layout, 0, rank - dim - 1), write.layout.size[dim])
     value = lowering.cast(lowering.load(source), write.layout.dtype)
     place = (at, write.layout.stride[dim], write.layout.size[dim])
-    lowering.put(write.value, _without(write.layout, (dim,)), [place], value, "set")
+    lowering.put(write.value, without(write.layout, (dim,)), [place], value, "set")
     lowering.part.after = (into.value,)
     return [lowering.part]
 
@@ -252,7 +252,7 @@ def _sums_of_lookups(node: Node, args: dict[str, Any], sums: Value, layout: Layo
     zeros = Lowering(node, layout.size if tables > 1 else layout.size[1:])
     zeros.store(blank, Layout.contiguous(layout.dtype, zeros.shape), zeros.expr("0.0", dtype=torch.float32))
     add = Lowering(node, (*index.layout.size, width))
-    at = _index(add, index, _spread(index.layout, 0, 1), rows, check=False)
+    at = index_of(add, index, spread(index.layout, 0, 1), rows, check=False)
     if args["padding_idx"] >= 0:
         at = add.expr("tl.where({0} == {1}, -1, {0})", at, add.size(args["padding_idx"], at.dtype), dtype=at.dtype)
     places = [(at, width, rows)]
@@ -269,7 +269,7 @@ def _row_sums(node: Node, args: dict[str, Any], grad: Operand, index: Operand) -
     write = node.writes[0].layout
     lowering, _ = reduction(node, grad, tuple(range(len(grad.layout.size) - 1)))
     lowering.part.column = True
-    at, value = _index(lowering, index, _spread(index.layout, 0, 1), write.size[0], check=False), lowering.load(grad)
+    at, value = index_of(lowering, index, spread(index.layout, 0, 1), write.size[0], check=False), lowering.load(grad)
     for row in range(write.size[0]):
         number = lowering.expr(str(row if row != args["padding_idx"] else -1), dtype=at.dtype)
         mine = lowering.expr("tl.where({0} == {1}, {2}, 0.0)", at, number, value, dtype=value.dtype)

@@ -20,6 +20,7 @@ from codegen import (
     positions,
     reductions,
     scans,
+    scattering,
     softmax,
     statistics,
 )
@@ -111,6 +112,7 @@ INDEXED: dict[str, Callable[[Node], list[Part]]] = {
     "index": indexing.lower_index,
     **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_"), indexing.lower_index_put),
     **dict.fromkeys(("index_copy", "index_copy_"), indexing.lower_index_copy),
+    **scattering.SCATTERS,
 }
 """Ops that take addresses from index tensors."""
 

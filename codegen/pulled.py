@@ -109,9 +109,21 @@ class Puller:
                 args = tuple(made[id(arg)] for arg in instr.args)
                 level = max((arg.level for arg in args), default=instr.level)
                 made[id(instr)] = self.lowering.add(replace(instr, args=args, level=level))
+            elif instr.kind == "coord":
+                made[id(instr)] = self._place(instr.payload, mapper)  # type: ignore[arg-type]
             else:
-                raise Unsupported("it computes with indices")
+                raise Unsupported("it looks elements up, or draws them")
         raise AssertionError("a part without a store")
+
+    def _place(self, form: Form, mapper: Mapper) -> Instr:
+        """The number that ``form`` gives each element."""
+        mapped = mapper(form, 0, 1)
+        if mapped is None:
+            raise Unsupported("its operands' dimensions do not nest")
+        place, moved = self.lowering.place(mapped[0]), mapped[1] - mapped[2]
+        if not moved:
+            return place
+        return self.lowering.expr("({0} + {1})", place, self.lowering.size(moved, torch.int32), dtype=torch.int32)
 
     def _is_cheap(self, part: Part, access: MemAccess, alone: bool) -> bool:
         """Is it better to compute what ``access`` reads again? What costs many instructions only for one reader that reads each

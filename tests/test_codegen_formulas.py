@@ -26,6 +26,10 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
     "a mask of what is behind": lambda x: x.masked_fill(torch.arange(60)[None] > torch.arange(40)[:, None], -1.0),
     "numbers between two ends": lambda x: x + torch.linspace(-1, 1, 60),
     "a sum of what is the same everywhere": lambda x: x.sum(1) + (torch.full((40, 60), 0.25) * 2).sum(1),
+    "a window of what follows from columns": lambda x: torch.cat([x, (torch.arange(60) * torch.ones(9, 1)) * 0.5]) + 1,
+    "the transposed of what follows from rows": lambda x: x + (torch.arange(40) * torch.ones(60, 1, dtype=torch.int64)).t(),
+    "a part of what follows from columns": lambda x: x[3:, 5:] * (torch.arange(60) * torch.ones(40, 1))[3:, 5:],
+    "a causal mask": lambda x: x.masked_fill(~torch.ones(40, 60, dtype=torch.bool).tril(), -1.0),
     "a cast of positions": lambda x: x * torch.arange(60).to(torch.bfloat16).float(),
 }
 

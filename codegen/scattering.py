@@ -1,0 +1,86 @@
+"""Lowers scatter and its like: numbers stored at, or added to, the places that an index tensor names. Imports `ir_nodes` and
+codegen's lowering modules.
+
+Where several numbers go to one place, which of them stays is left open, and the order of sums differs from run to run, as in
+ATen's kernels. 16-bit sums are ATen's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from codegen.expressions import Unsupported
+from codegen.indexing import check_order, index_of, spread, without
+from codegen.instructions import Instr, Part
+from codegen.lowering import Lowering, arguments
+from codegen.reductions import operand_of
+from ir_nodes.layout import Layout
+from ir_nodes.node import BufferKind, Node, Operand, Value
+
+
+def lower_scatter(node: Node) -> list[Part]:
+    """scatter with a number or with a tensor, and scatter_add."""
+    args, write = arguments(node), node.writes[0]
+    if "reduce" in args:
+        raise Unsupported(f"no kernel for {node.target}")
+    index = operand_of(args["index"])
+    if not write.layout.size or len(index.layout.size) != len(write.layout.size):
+        raise Unsupported("a scatter without dimensions")
+    adds = node.name.startswith("scatter_add")
+    lowering = Lowering(node, index.layout.size)
+    if "value" in args:
+        value = lowering.cast(lowering.read(args["value"], write.layout.dtype), write.layout.dtype)
+    else:
+        source = operand_of(args["src"])
+        value = lowering.load(Operand(source.value, replace(source.layout, size=index.layout.size)))
+    return _into(node, args, lowering, index, index.layout, lowering.cast(value, write.layout.dtype), adds)
+
+
+def lower_index_add(node: Node) -> list[Part]:
+    """index_add: sums of slices."""
+    args, write = arguments(node), node.writes[0]
+    index, source = operand_of(args["index"]), operand_of(args["source"])
+    rank = len(write.layout.size)
+    if rank == 0 or len(index.layout.size) != 1 or len(source.layout.size) != rank:
+        raise Unsupported("an index of no dimension")
+    lowering = Lowering(node, source.layout.size)
+    value, alpha = lowering.load(source), lowering.read(args.get("alpha", 1), write.layout.dtype)
+    scaled = lowering.expr("{0} * {1}", value, alpha, dtype=value.dtype)
+    return _into(node, args, lowering, index, spread(index.layout, 0, rank - args["dim"] % rank - 1), scaled, True)
+
+
+def _into(node: Node, args: dict[str, Any], lowering: Lowering, index: Operand, seen: Layout, value: Instr,
+          adds: bool) -> list[Part]:
+    """``value`` at the places along ``dim`` that ``index``, seen through ``seen``, names; elsewhere stays what there was."""
+    write = node.writes[0]
+    if adds:
+        check_order(write.layout.dtype)
+    dim = args["dim"] % len(write.layout.size)
+    at = index_of(lowering, index, seen, write.layout.size[dim])
+    rest = without(replace(write.layout, size=lowering.shape), (dim,))
+    before, parts = _what_there_was(node, operand_of(args["self"]))
+    lowering.put(write.value, rest, [(at, write.layout.stride[dim], write.layout.size[dim])], value, "add" if adds else "set")
+    lowering.part.after = (before,)
+    return [*parts, lowering.part]
+
+
+def _what_there_was(node: Node, source: Operand) -> tuple[Value, list[Part]]:
+    """What the result's memory holds before, and the part that copies it there where the op does not change memory in place."""
+    write = node.writes[0]
+    if write.base is not None and source.value is write.base and source.layout == write.layout:
+        return write.base, []
+    whole = write.base is None and write.layout.covers(write.value.buffer.nbytes)
+    if write.value.buffer.kind is not BufferKind.FRESH or not whole:
+        raise Unsupported("into memory that is in use")
+    blank = Value(write.value.buffer, 0, node)
+    copy = Lowering(node, write.layout.size)
+    copy.store(blank, write.layout, copy.load(source))
+    return blank, [copy.part]
+
+
+SCATTERS = {
+    **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_"), lower_scatter),
+    **dict.fromkeys(("index_add", "index_add_"), lower_index_add),
+}
+"""Keyed by `ir_nodes.node.Node.name`."""

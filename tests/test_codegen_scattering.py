@@ -1,0 +1,70 @@
+"""Scatters and sums of slices as kernels: numbers as eager mode's, what is made before shares their kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from graphs import check, record
+
+from codegen.fuse import lower_all
+
+aten = torch.ops.aten
+
+
+def data(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(sum(size))).to(dtype)
+
+
+def places(*size: int, below: int, apart: int = -1) -> torch.Tensor:
+    """Places below ``below``; along the dimension ``apart`` none comes twice."""
+    order = torch.rand((*size[:apart], below, *size[apart:][1:]), generator=torch.Generator().manual_seed(1)).argsort(apart)
+    return order.narrow(apart, 0, size[apart])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_scatters(dtype: torch.dtype) -> None:
+    x, source = data(7, 9, dtype=dtype), data(7, 5, dtype=dtype)
+    index = places(7, 4, below=9)
+    check(lambda x, i, s: x.scatter(1, i, s * 2), x, index, source[:, 1:], count=2)
+    check(lambda x, i, s: x.scatter(1, i, s), x, index, source, count=2)  # of which some go nowhere
+    check(lambda x, i: x.scatter(-1, i, 3), x, index, count=2)
+    check(lambda x, i: (x + 1).scatter_(1, i, 0.5), x, index, count=2)
+    check(lambda x, i: (x.scatter(1, i, 5), x.scatter(1, i, 4) * 2, x * 3, x.scatter_(1, i, 2).sum(1)), x, index)
+    check(lambda x, i, s: x.t().contiguous().scatter(0, i.t(), s.t()), x, index, source)
+    check(lambda x, i, s: x.clone()[1:, ::2].scatter_(0, i, s), x, places(3, 4, below=6, apart=0), source)
+
+
+def test_sums_at_places() -> None:
+    x, index = data(7, 9), torch.randint(0, 9, (6, 5), generator=torch.Generator().manual_seed(3))
+    check(lambda x, i, s: x.scatter_add(1, i, s.exp()), x, index, data(6, 5), count=2, rtol=1e-5, atol=1e-5)
+    check(lambda x, i, s: torch.zeros_like(x).scatter_add_(0, i % 7, s), x, index, data(7, 5), rtol=1e-5, atol=1e-5)
+    rows = torch.tensor([3, 0, 3, 3, 8])
+    check(lambda x, i, s: x.index_add(1, i, s, alpha=0.5), x, rows, data(7, 5), count=2, rtol=1e-5, atol=1e-5)
+    check(lambda x, i, s: (x * 2).index_add_(-1, i, s), x, rows, data(7, 5), rtol=1e-5, atol=1e-5)
+
+
+def test_the_gradient_of_a_gather() -> None:
+    def program(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(x.gather(1, index).square().sum(), x)[0]
+
+    check(program, data(6, 9), torch.randint(0, 9, (6, 5), generator=torch.Generator().manual_seed(3)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("program", "why"), [
+    (lambda x, i: x.scatter(0, i, x, reduce="add"), "no kernel for aten::scatter.reduce"),
+    (lambda x, i: x.bfloat16().scatter_add(0, i, x.bfloat16()), "atomic sums of bfloat16"),
+    (lambda x, i: x.index_add(0, i[0, 0], x[:1]), "an index of no dimension"),
+], ids=["reduce", "bfloat16", "no dimension"])
+def test_what_is_atens(program: object, why: str) -> None:
+    recording, _ = record(program, data(4, 4), torch.zeros(4, 4, dtype=torch.int64))
+    assert why in " ".join(unit.reason for unit in lower_all(recording.graph))
+
+
+def test_sums_whose_order_must_not_vary_are_atens() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        recording, _ = record(lambda x, i: x.index_add(0, i, x), data(4, 4), torch.tensor([0, 1, 2, 0]))
+        assert any("deterministic" in unit.reason for unit in lower_all(recording.graph))
+    finally:
+        torch.use_deterministic_algorithms(False)
