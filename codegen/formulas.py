@@ -100,7 +100,7 @@ def _seen_through(access: MemAccess, formula: Formula) -> list[Instr] | None:
 
     def seen(form: Form) -> tuple[Form, int] | None:
         if len(form) == 1 and form[0][1] == 1 or not form:  # an element's number in memory, or the first
-            return (access.form, first - access.shift) if form else ((), 0)
+            return (access.form, first) if form else ((), 0)
         return through(form, access.form, first) if not access.shift else None
 
     return _replaced(formula.steps, seen)

@@ -120,7 +120,7 @@ class Puller:
         mapped = mapper(form, 0, 1)
         if mapped is None:
             raise Unsupported("its operands' dimensions do not nest")
-        place, moved = self.lowering.place(mapped[0]), mapped[1] - mapped[2]
+        place, moved = self.lowering.place(mapped[0]), mapped[1]
         if not moved:
             return place
         return self.lowering.expr("({0} + {1})", place, self.lowering.size(moved, torch.int32), dtype=torch.int32)

@@ -26,6 +26,12 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
     "a mask of what is behind": lambda x: x.masked_fill(torch.arange(60)[None] > torch.arange(40)[:, None], -1.0),
     "numbers between two ends": lambda x: x + torch.linspace(-1, 1, 60),
     "a sum of what is the same everywhere": lambda x: x.sum(1) + (torch.full((40, 60), 0.25) * 2).sum(1),
+    "a gradient of a slice": lambda x: torch.ops.aten.slice_backward(
+        torch.linspace(-1, 1, 19) * torch.ones(40, 1), [40, 60], 1, 33, 52, 1) + x,
+    "a gradient of a slice of positions": lambda x: torch.ops.aten.slice_backward(torch.arange(25), [60], 0, 8, 33, 1) + x,
+    "positions between others": lambda x: torch.nn.functional.pad(torch.arange(50), (7, 3)) + x,
+    "columns beside one another": lambda x: torch.cat([torch.arange(11) * torch.ones(40, 1), torch.linspace(0, 4, 49) * torch.ones(
+        40, 1)], 1) + x,
     "a window of what follows from columns": lambda x: torch.cat([x, (torch.arange(60) * torch.ones(9, 1)) * 0.5]) + 1,
     "the transposed of what follows from rows": lambda x: x + (torch.arange(40) * torch.ones(60, 1, dtype=torch.int64)).t(),
     "a part of what follows from columns": lambda x: x[3:, 5:] * (torch.arange(60) * torch.ones(40, 1))[3:, 5:],
@@ -37,6 +43,11 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_they_cost_no_kernel(name: str) -> None:
     check(PROGRAMS[name], X, count=1)
+
+
+def test_positions_behind_one_another() -> None:
+    """Too many instructions for each reader, so they are written once."""
+    check(lambda x: torch.cat([torch.arange(11), torch.arange(49) * 2]) + x, X, count=2)
 
 
 def test_switched_off_they_are_kept() -> None:
