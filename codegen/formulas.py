@@ -68,15 +68,20 @@ def _is_cheap(step: Instr) -> bool:
 
 
 def compute(part: Part, formulas: Formulas) -> Part:
-    """The part with reads of values that ``formulas`` knows replaced; the same part where there are none."""
+    """The part with reads of values that ``formulas`` knows replaced; the same part where there are none.
+
+    Not indices that depend on a number: kernels are timed with any number, and stop at an index that is out of range.
+    """
     if not any(access.value in formulas for _, access in part.accesses()):
         return part
+    checks = "check" in part.facts.kinds
     out: list[Instr] = []
     made: dict[Instr, Instr] = {}
     for instr in part.instrs:
         args = tuple([made[arg] for arg in instr.args])
         formula = formulas.get(instr.access.value) if instr.kind == "load" and instr.access is not None else None
-        steps = _seen_through(instr.access, formula) if formula is not None and instr.access is not None else None
+        known = formula is not None and not (checks and any(step.kind == "scalar" for step in formula.steps))
+        steps = _seen_through(instr.access, formula) if known and instr.access is not None and formula is not None else None
         if steps is not None:
             out += steps
         else:

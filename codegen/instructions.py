@@ -215,8 +215,8 @@ class Facts:
 def _work(instr: Instr) -> int:
     """A quick function takes few instructions, one that is exact everywhere tens."""
     text = instr.text if instr.kind == "expr" else ""
-    calls, fast = text.count("libdevice."), text.count("libdevice.fast_")
-    return 1 + 40 * (calls - fast) + 4 * fast + 10 * text.count("_rn(")
+    calls, fast, powers = (text.count(f"libdevice.{name}") for name in ("", "fast_", "exp("))
+    return 1 + 40 * (calls - fast - powers) + 4 * fast + 10 * (powers + text.count("_rn("))
 
 
 def waits(instrs: list[Instr]) -> bool:

@@ -27,9 +27,9 @@ dropout, sum and norm in bfloat16: 148 us in rows of 768, 159 to 171 in rows of 
 kernels), but 224, 267 and 388 in rows of 384, 320 and 264, which no strips fit (193, 202, 274)."""
 
 
-LONE = 400_000
-"""Instructions of a program among few from which elementwise ops are a kernel of their own, whose programs fill the machine: more
-than two microseconds of a multiprocessor, which is what the launch costs."""
+LONE = 1_000_000
+"""Instructions of a program among few from which elementwise ops are a kernel of their own, whose programs fill the machine: four
+microseconds of a multiprocessor, more than the launch costs."""
 
 
 def joint_space(left: Group, right: Group) -> Joint | str:
@@ -111,7 +111,7 @@ def _draws_slowly(left: Group, right: Group, joint: Joint) -> str:
 def _works_alone(left: Group, right: Group, joint: Joint) -> bool:
     """Do few programs, which see whole rows, have so much to compute for each element that others had better do it?"""
     extent = forms.reduced_extent(joint.reduced or ())
-    if joint.split or extent < LONE // 200 or joint.numel // extent * 32 > HOPPER.programs:
+    if joint.split or extent < LONE // 500 or joint.numel // extent * 32 > HOPPER.programs:
         return False
     units = [unit for group in (left, right) for unit in group.units if unit not in joint.kept_units]
     parts = [unit.part for unit in units if unit.part is not None and info(unit.node.target).kind == "pointwise"]

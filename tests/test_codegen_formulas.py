@@ -8,6 +8,7 @@ import pytest
 import torch
 from graphs import check, kernels, record
 
+import lazy_backend
 from codegen.fuse import plan
 from ir_nodes import settings
 
@@ -30,8 +31,8 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
         torch.linspace(-1, 1, 19) * torch.ones(40, 1), [40, 60], 1, 33, 52, 1) + x,
     "a gradient of a slice of positions": lambda x: torch.ops.aten.slice_backward(torch.arange(25), [60], 0, 8, 33, 1) + x,
     "positions between others": lambda x: torch.nn.functional.pad(torch.arange(50), (7, 3)) + x,
-    "columns beside one another": lambda x: torch.cat([torch.arange(11) * torch.ones(40, 1), torch.linspace(0, 4, 49) * torch.ones(
-        40, 1)], 1) + x,
+    "columns beside one another": lambda x: torch.cat(
+        [torch.arange(11) * torch.ones(40, 1), torch.linspace(0, 4, 49) * torch.ones(40, 1)], 1) + x,
     "a window of what follows from columns": lambda x: torch.cat([x, (torch.arange(60) * torch.ones(9, 1)) * 0.5]) + 1,
     "the transposed of what follows from rows": lambda x: x + (torch.arange(40) * torch.ones(60, 1, dtype=torch.int64)).t(),
     "a part of what follows from columns": lambda x: x[3:, 5:] * (torch.arange(60) * torch.ones(40, 1))[3:, 5:],
@@ -72,3 +73,15 @@ def test_a_number_that_changes_is_an_argument() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_linspace(count: int, dtype: torch.dtype) -> None:
     check(lambda: torch.linspace(-3, 7.5, count, dtype=dtype), count=1, rtol=2e-6, atol=1e-6)
+
+
+def test_indices_that_depend_on_a_number_are_read() -> None:
+    """Kernels are timed with any number, and stop at an index that is out of range; positions alone are in range."""
+    table = torch.randn(60, 8).to("lazysched")
+
+    def program(first: int) -> torch.Tensor:
+        places = torch.arange(50, device="lazysched")
+        return torch.nn.functional.embedding(places + first if first else places, table) * 2
+
+    assert " in 1 kernel and" in str(lazy_backend.explain(program, 0))
+    assert " in 2 kernels and" in str(lazy_backend.explain(program, 7))
