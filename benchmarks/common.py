@@ -1,4 +1,4 @@
-"""What every benchmark shares: processes in rounds, means, tables, saved results. Imports torch and `ir_nodes.settings`."""
+"""What every benchmark shares: processes in rounds, means, tables, saved results. Imports torch, tqdm and `ir_nodes.settings`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from ir_nodes import settings
 
@@ -51,6 +52,19 @@ def in_rounds(module: str, contestants: Sequence[str], rounds: int, arguments: I
             results[name].append(in_process(module, name, arguments))
     print("\r" + " " * 40 + "\r", end="", file=sys.stderr, flush=True)
     return results
+
+
+def in_workers(module: str, arguments: Sequence[str], workers: int, timeout: float) -> None:
+    """Compile in processes of their own, each its share of the cases: ``python -m module ... --worker number``."""
+    command = [sys.executable, "-m", module, *arguments, "--workers", str(workers)]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    started = [subprocess.Popen([*command, "--worker", str(number)], cwd=ROOT, **quiet) for number in range(workers)]
+    end = time.monotonic() + timeout
+    for process in tqdm(started, desc="compiling", unit="worker"):
+        try:
+            process.wait(max(end - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:  # the rest compiles when it is measured
+            process.kill()
 
 
 def in_process(module: str, contestant: str, arguments: Iterable[str] = (), variables: Mapping[str, str] | None = None,

@@ -15,7 +15,6 @@ import functools
 import itertools
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import lazy_backend
-from benchmarks.common import ROOT, save, table
+from benchmarks.common import in_workers, save, table
 from benchmarks.timing import gpu_seconds
 
 Op = Callable[[Tensor], Tensor]
@@ -156,19 +155,6 @@ def wrong(row: dict[str, Any]) -> bool:
     return "ours from float64" in row and not row["ours from float64"] <= max(3 * row["eager from float64"], APART)
 
 
-def in_workers(arguments: Sequence[str], workers: int, timeout: float) -> None:
-    """Compile in processes of their own, each its share of the cases."""
-    command = [sys.executable, "-m", "benchmarks.shapes", *arguments, "--workers", str(workers)]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    started = [subprocess.Popen([*command, "--worker", str(number)], cwd=ROOT, **quiet) for number in range(workers)]
-    end = time.monotonic() + timeout
-    for process in tqdm(started, desc="compiling", unit="worker"):
-        try:
-            process.wait(max(end - time.monotonic(), 0))
-        except subprocess.TimeoutExpired:  # the rest compiles when it is measured
-            process.kill()
-
-
 def report(rows: Sequence[dict[str, Any]]) -> None:
     if not rows:
         print("No case was measured: --seconds is too short for the first, or eager mode is too slow at those chosen.")
@@ -202,7 +188,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     if asked.workers > 1:
         same = ["--seed", str(asked.seed), "--count", str(asked.count), *(["--tiny"] if asked.tiny else [])]
-        in_workers(same, asked.workers, asked.seconds)
+        in_workers("benchmarks.shapes", same, asked.workers, asked.seconds)
     rows, end = [], time.monotonic() + asked.seconds
     for case in tqdm(chosen, desc="measuring", unit="case"):
         if time.monotonic() > end:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from benchmarks import all as all_parts
-from benchmarks import common, floors, inference, kernels, plot, shapes, train
+from benchmarks import common, composed, floors, inference, kernels, plot, shapes, train
+from benchmarks.compositions import TINY, Composition, sizes
 from benchmarks.kernel_cases import CASES, bytes_moved
 from benchmarks.loop import settings_of
 
@@ -190,6 +191,29 @@ def test_shapes_are_drawn_compared_and_reported(tmp_path: Path, capsys: pytest.C
     assert not shapes.distance(none, one) <= 1.0 and not shapes.distance(one, none) <= 1.0
     shapes.report([])
     assert "No case was measured" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("first", range(0, 60, 10))
+def test_compositions_are_the_same_programs_everywhere(first: int) -> None:
+    """And have the same results, as both run ATen's kernels here."""
+    for seed in range(first, first + 10):
+        program = Composition(seed, sizes(seed, TINY), TINY)
+        inputs = program.inputs("cpu")
+        wanted, log = program(inputs), list(program.log)
+        got = program([one.to("lazysched") for one in inputs])
+        assert program.log == log and len(got) == len(wanted)
+        torch.testing.assert_close([one.cpu() for one in got], wanted, equal_nan=True)
+
+
+def test_compositions_are_compared_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert composed.main(["--tiny", "--count", "2", "--seed", "3", "--workers", "1", "--output", str(tmp_path)]) == 0
+    (row, *_) = rows = saved(tmp_path, "composed")["programs"]
+    assert len(rows) == 2 and all(one["lazysched"] > 0 and not composed.wrong(one) for one in rows)
+    assert "2 programs" in capsys.readouterr().out
+    composed.report([row | {"lazysched": 3.0, "compile": 1.0, "ours from float64": 1.0, "eager from float64": 0.0}])
+    assert "WRONG" in capsys.readouterr().out
+    composed.report([])
+    assert "No program was measured" in capsys.readouterr().out
 
 
 def test_a_contestant_does_without_optimisations() -> None:
