@@ -1,5 +1,5 @@
 """Random programs of a dozen ops beside torch.compile: which take longer, and which come out otherwise? Imports torch,
-lazy_backend, `benchmarks.common`, `.compositions`, `.shapes`, `.timing`.
+lazy_backend, `benchmarks.common`, `.compositions`, `.drawn`, `.shapes`, `.timing`.
 
     python -m benchmarks.composed --seconds 200
 
@@ -10,26 +10,22 @@ and odd shapes (`benchmarks.compositions`). Microseconds on the GPU alone, launc
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from tqdm import tqdm
 
 import lazy_backend
-from benchmarks.common import in_workers, save, table
+from benchmarks.common import save, table
 from benchmarks.compositions import LARGEST, TINY, Composition, sizes
-from benchmarks.shapes import APART, DEVICE, distance
+from benchmarks.drawn import options, rows_of, slower_or_wrong, summary
+from benchmarks.shapes import DEVICE, distance, wrong
 from benchmarks.timing import gpu_seconds
-
-SLOWER = 1.1
 
 
 class Program:
@@ -77,11 +73,6 @@ class Program:
                 "ours from float64": off, "eager from float64": usual}  # fmt: skip
 
 
-def wrong(row: dict[str, Any]) -> bool:
-    """Is ours further from float64 than rounding in another order explains?"""
-    return not row["ours from float64"] <= max(3 * row["eager from float64"], APART)
-
-
 def drawn(seed: int, largest: int) -> Program | None:
     """None where eager mode refuses the program, as where a gradient needs what was overwritten."""
     try:
@@ -90,49 +81,42 @@ def drawn(seed: int, largest: int) -> Program | None:
         return None
 
 
+def compiled(seed: int, largest: int) -> None:
+    """Runs the program once by each contestant, so that its kernels are on disk."""
+    program = drawn(seed, largest)
+    if program is not None:
+        program.compiled(), program.lazysched()
+        lazy_backend.mark_step(wait=True)
+
+
+def measured(seed: int, largest: int) -> dict[str, Any] | None:
+    program = drawn(seed, largest)
+    return program.row() if program is not None else None
+
+
 def report(rows: Sequence[dict[str, Any]]) -> None:
     if not rows:
         print("No program was measured: --seconds is too short for the first.")
         return
-    ratios = sorted(row["lazysched"] / row["compile"] for row in rows)
-    shown = [row for row in rows if row["lazysched"] > SLOWER * row["compile"] or wrong(row)]
-    shown.sort(key=lambda row: row["compile"] / row["lazysched"])
+    shown = slower_or_wrong(rows, _ratio, wrong)
     print(table(["seed", "sizes", "lazysched, us", "torch.compile, us", "ratio", "apart", ""],
                 [(row["seed"], "x".join(map(str, row["sizes"])), f"{row['lazysched']:.1f}", f"{row['compile']:.1f}",
-                  f"{row['lazysched'] / row['compile']:.2f}", f"{row['apart']:.1e}", "WRONG" if wrong(row) else "")
+                  f"{_ratio(row):.2f}", f"{row['apart']:.1e}", "WRONG" if wrong(row) else "")
                  for row in shown]))  # fmt: skip
-    low, high = (ratios[len(ratios) * tenth // 10] for tenth in (1, 9))
-    print(f"{len(rows)} programs, time against torch.compile's: median {statistics.median(ratios):.2f}, a tenth below {low:.2f}, "
-          f"a tenth above {high:.2f}. The table shows the {len(shown)} that are above {SLOWER} or wrong.")
+    print(summary(rows, _ratio, "program", "torch.compile", len(shown)))
+
+
+def _ratio(row: dict[str, Any]) -> float:
+    return row["lazysched"] / row["compile"]
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=200.0, help="of measuring; programs that are left then are left out")
-    parser.add_argument("--count", type=int, default=100, help="programs")
-    parser.add_argument("--seed", type=int, default=0, help="of the first program")
-    parser.add_argument("--workers", type=int, default=8, help="processes that compile")
-    parser.add_argument("--tiny", action="store_true", help="small shapes, for a look at the program")
-    parser.add_argument("--output", type=Path, help="folder of the results")
-    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
-    asked = parser.parse_args(words)
+    asked = options(__doc__, words, "program", 200.0, 100)
     seeds, largest = range(asked.seed, asked.seed + asked.count), TINY if asked.tiny else LARGEST
-    if asked.worker is not None:
-        for seed in seeds[asked.worker :: asked.workers]:
-            program = drawn(seed, largest)
-            if program is not None:
-                program.compiled(), program.lazysched()
-                lazy_backend.mark_step(wait=True)
+    rows = rows_of("benchmarks.composed", "program", asked, seeds, partial(compiled, largest=largest),
+                   partial(measured, largest=largest))  # fmt: skip
+    if rows is None:
         return 0
-    if asked.workers > 1:
-        same = ["--seed", str(asked.seed), "--count", str(asked.count), *(["--tiny"] if asked.tiny else [])]
-        in_workers("benchmarks.composed", same, asked.workers, asked.seconds)
-    rows, end = [], time.monotonic() + asked.seconds
-    for seed in tqdm(seeds, desc="measuring", unit="program"):
-        if time.monotonic() > end:
-            break
-        program = drawn(seed, largest)
-        rows += [program.row()] if program is not None else []
     report(rows)
     save("composed", {"programs": rows}, asked.output)
     return 1 if any(map(wrong, rows)) else 0

@@ -1,5 +1,5 @@
 """Many ops over many shapes, one after the other: which take longer than eager mode's kernels? Imports torch, lazy_backend,
-`benchmarks.common`, `.timing`.
+`benchmarks.common`, `.drawn`, `.timing`.
 
     python -m benchmarks.shapes --seconds 100
 
@@ -10,30 +10,26 @@ compile in ``--workers`` processes first. Results are compared with eager mode's
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import random
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 import lazy_backend
-from benchmarks.common import in_workers, save, table
+from benchmarks.common import save, table
+from benchmarks.drawn import options, rows_of, slower_or_wrong, summary
 from benchmarks.timing import gpu_seconds
 
 Op = Callable[[Tensor], Tensor]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-APART, SLOWER, LONGEST = 2e-2, 1.1, 0.03
+APART, LONGEST = 2e-2, 0.03
 
 MATRICES = [(64, 1 << 20), (1, 1 << 25), (1 << 25, 1), (1 << 22, 8), (8, 1 << 22), (1 << 20, 33), (3, 1 << 23), (300, 100_003),
             (16_384, 768), (2048, 16_384)]
@@ -159,42 +155,24 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
     if not rows:
         print("No case was measured: --seconds is too short for the first, or eager mode is too slow at those chosen.")
         return
-    ratios = sorted(row["ours"] / row["eager"] for row in rows)
-    shown = [row for row in rows if row["ours"] > SLOWER * row["eager"] or wrong(row)]
-    shown.sort(key=lambda row: row["eager"] / row["ours"])
+    shown = slower_or_wrong(rows, _ratio, wrong)
     header = ["op", "shape", "dtype", "eager, us", "lazysched, us", "ratio", "apart", ""]
     print(table(header, [(row["op"], "x".join(map(str, row["shape"])), row["dtype"], f"{row['eager']:.1f}", f"{row['ours']:.1f}",
-                          f"{row['ours'] / row['eager']:.2f}", f"{row['apart']:.1e}", "WRONG" if wrong(row) else "")
+                          f"{_ratio(row):.2f}", f"{row['apart']:.1e}", "WRONG" if wrong(row) else "")
                          for row in shown]))  # fmt: skip
-    low, high = (ratios[len(ratios) * tenth // 10] for tenth in (1, 9))
-    print(f"{len(rows)} cases, time against eager mode's: median {statistics.median(ratios):.2f}, a tenth below {low:.2f}, a "
-          f"tenth above {high:.2f}. The table shows the {len(shown)} that are above {SLOWER} or wrong.")
+    print(summary(rows, _ratio, "case", "eager mode", len(shown)))
+
+
+def _ratio(row: dict[str, Any]) -> float:
+    return row["ours"] / row["eager"]
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=120.0, help="of measuring; cases that are left then are left out")
-    parser.add_argument("--count", type=int, default=400, help="cases")
-    parser.add_argument("--seed", type=int, default=0, help="of the cases")
-    parser.add_argument("--workers", type=int, default=8, help="processes that compile")
-    parser.add_argument("--tiny", action="store_true", help="small shapes, for a look at the program")
-    parser.add_argument("--output", type=Path, help="folder of the results")
-    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
-    asked = parser.parse_args(words)
+    asked = options(__doc__, words, "case", 120.0, 400)
     chosen = cases(asked.seed, asked.count, asked.tiny)
-    if asked.worker is not None:
-        for case in chosen[asked.worker :: asked.workers]:
-            compiled(case)
+    rows = rows_of("benchmarks.shapes", "case", asked, chosen, compiled, measured)
+    if rows is None:
         return 0
-    if asked.workers > 1:
-        same = ["--seed", str(asked.seed), "--count", str(asked.count), *(["--tiny"] if asked.tiny else [])]
-        in_workers("benchmarks.shapes", same, asked.workers, asked.seconds)
-    rows, end = [], time.monotonic() + asked.seconds
-    for case in tqdm(chosen, desc="measuring", unit="case"):
-        if time.monotonic() > end:
-            break
-        row = measured(case)
-        rows += [row] if row is not None else []
     report(rows)
     save("shapes", {"cases": rows}, asked.output)
     return 1 if any(map(wrong, rows)) else 0

@@ -1,49 +1,39 @@
-"""The table's rows for activations beside the usual ones, and for their derivatives. Imports torch and
-`codegen.expressions` only.
+"""The table's rows for activations beside the usual ones, and for their derivatives. Imports `codegen.expressions` only.
 
 Semantics follow ATen's CUDA kernels: what holds at a bend, and where an element is no number, is theirs.
 """
 
 from __future__ import annotations
 
-import torch
-
-from codegen.expressions import Case, Row
+from codegen.expressions import Case, Row, sigmoid
 
 _DECAY = "@grow(-tl.abs({self}))"
-_SIGMOID, _DOUBLE_SIGMOID = "@share(1.0, 1.0 + @grow(-{self}))", "(1.0 / (1.0 + @grow(-{self})))"
+_SHARE = f"@share({_DECAY}, 1.0 + {_DECAY})"
 _BENT = "@tanh(@log1p(@exp({self})))"
 _INSIDE = "({self} >= -{lambd}) & ({self} <= {lambd})"
-_ODDS = "{self} * (1.0 - {self})"
-
-
-def _log_sigmoid_backward(case: Case) -> str:
-    share = f"@{'div' if case.dtype is torch.float64 else 'share'}({_DECAY}, 1.0 + {_DECAY})"
-    return f"{{grad_output}} * tl.where({{self}} < 0, 1.0 - {share}, {share})"
 
 
 def _mish_backward(case: Case) -> str:
-    sigmoid = _DOUBLE_SIGMOID if case.dtype is torch.float64 else _SIGMOID
-    return f"{{grad_output}} * ({_BENT} + {{self}} * {sigmoid} * (1.0 - {_BENT} * {_BENT}))"
+    return f"{{grad_output}} * ({_BENT} + {{self}} * ({sigmoid(case)}) * (1.0 - {_BENT} * {_BENT}))"
 
 
 def _logit(case: Case) -> str:
-    if not case.given("eps"):
-        return "@log(@div({self}, 1.0 - {self}))"
-    low = "tl.where({self} < {eps}, {eps}, {self})"
-    kept = f"tl.where({low} > 1.0 - {{eps}}, 1.0 - {{eps}}, {low})"
+    kept = "{self}"
+    if case.given("eps"):
+        low = "tl.where({self} < {eps}, {eps}, {self})"
+        kept = f"tl.where({low} > 1.0 - {{eps}}, 1.0 - {{eps}}, {low})"
     return f"@log(@div({kept}, 1.0 - {kept}))"
 
 
 def _logit_backward(case: Case) -> str:
-    slope = f"@div({{grad_output}}, {_ODDS})"
+    slope = "@div({grad_output}, {self} * (1.0 - {self}))"
     if case.given("eps"):
         return f"tl.where(({{self}} < {{eps}}) | ({{self}} > 1.0 - {{eps}}), 0.0, {slope})"
     return f'tl.where(({{self}} < 0) | ({{self}} > 1), float("nan"), {slope})'
 
 
 ACTIVATIONS: dict[str, Row] = {
-    "log_sigmoid_backward": Row(_log_sigmoid_backward, typed=("buffer:float32",)),
+    "log_sigmoid_backward": Row(f"{{grad_output}} * tl.where({{self}} < 0, 1.0 - {_SHARE}, {_SHARE})", typed=("buffer:float32",)),
     "mish_backward": Row(_mish_backward),
     "hardswish_backward": Row("tl.where({self} <= -3, 0.0, tl.where({self} >= 3, {grad_output}, "
                               "{grad_output} * ({self} * 0.3333333333333333 + 0.5)))"),

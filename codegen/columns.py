@@ -76,12 +76,12 @@ def _vector(body: Body) -> int:
 def along_kept(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple[bool, ...]) -> bool:
     """True where neighbouring results, not neighbouring summands, lie next to one another in memory; what takes none says it
     itself."""
-    votes, found = 0, False
+    votes = []
     for step in body.steps:
         if step.access is None or step.level != FULL:
             continue
         moving = [(stride, dim) for dim, stride in enumerate(strides[id(step)]) if stride > 0]
         if moving:
             weight = math.prod(dims[dim] for _, dim in moving)
-            votes, found = votes + (-weight if flags[min(moving)[1]] else weight), True
-    return votes > 0 if found else body.column
+            votes.append(-weight if flags[min(moving)[1]] else weight)
+    return sum(votes) > 0 if votes else body.column

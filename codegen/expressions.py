@@ -191,11 +191,11 @@ def _elu_backward(case: Case) -> str:
 
 
 def _silu_backward(case: Case) -> str:
-    sigmoid = f"({_sigmoid(case)})"
-    return f"{{grad_output}} * {sigmoid} * (1.0 + {{self}} * (1.0 - {sigmoid}))"
+    own = f"({sigmoid(case)})"
+    return f"{{grad_output}} * {own} * (1.0 + {{self}} * (1.0 - {own}))"
 
 
-def _sigmoid(case: Case) -> str:
+def sigmoid(case: Case) -> str:
     below = "1.0 + @grow(-{self})"
     return f"1.0 / ({below})" if case.dtype is torch.float64 else f"@share(1.0, {below})"
 
@@ -230,7 +230,7 @@ ROWS: dict[str, Row] = {
     **{name: _math(name) for name in "exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh "
        "acosh atanh erf erfc".split()},
     "atan2": Row("@atan2({self}, {other})", "float"),
-    "sigmoid": Row(_sigmoid, "float"),
+    "sigmoid": Row(sigmoid, "float"),
     "floor": Row(choose("@floor({self})", "{self}")),
     "ceil": Row(choose("@ceil({self})", "{self}")),
     "trunc": Row(choose("@trunc({self})", "{self}")),

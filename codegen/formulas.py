@@ -15,7 +15,7 @@ import torch
 from codegen.expressions import Unsupported
 from codegen.forms import Form
 from codegen.index_maps import in_memory_order, through
-from codegen.instructions import FULL, UNIFORM, Instr, MemAccess, Part
+from codegen.instructions import FULL, UNIFORM, Instr, MemAccess, Part, place, rewritten
 from codegen.limits import check_part
 from ir_nodes.node import Node, Value
 
@@ -64,7 +64,7 @@ def _whole(store: Instr, node: Node) -> bool:
 
 def _is_cheap(step: Instr) -> bool:
     called = (name.lstrip(".") for name in _CALL.findall(step.text))
-    return step.kind != "store" and (step.level == UNIFORM or all(name.rpartition("}.")[2] in _CHEAP for name in called))
+    return step.kind != "store" and (step.level == UNIFORM or all(name in _CHEAP for name in called))
 
 
 def compute(part: Part, formulas: Formulas) -> Part:
@@ -75,20 +75,14 @@ def compute(part: Part, formulas: Formulas) -> Part:
     if not any(access.value in formulas for _, access in part.accesses()):
         return part
     checks = "check" in part.facts.kinds
-    out: list[Instr] = []
-    made: dict[Instr, Instr] = {}
-    for instr in part.instrs:
-        args = tuple([made[arg] for arg in instr.args])
+
+    def computed_again(instr: Instr) -> list[Instr] | None:
         formula = formulas.get(instr.access.value) if instr.kind == "load" and instr.access is not None else None
-        known = formula is not None and not (checks and any(step.kind == "scalar" for step in formula.steps))
-        steps = _seen_through(instr.access, formula) if known and instr.access is not None and formula is not None else None
-        if steps is not None:
-            out += steps
-        else:
-            level = max(arg.level for arg in args) if instr.kind == "expr" and args else instr.level
-            out.append(replace(instr, args=args, level=level))
-        made[instr] = out[-1]
-    computed = replace(part, instrs=out)
+        if instr.access is None or formula is None or checks and any(step.kind == "scalar" for step in formula.steps):
+            return None
+        return _seen_through(instr.access, formula)
+
+    computed = rewritten(part, computed_again)
     try:
         check_part(computed)
     except Unsupported:
@@ -120,11 +114,7 @@ def _replaced(steps: Sequence[Instr], seen: Callable[[Form], tuple[Form, int] | 
             found = seen(step.payload)  # type: ignore[arg-type]
             if found is None:
                 return None
-            out.append(replace(step, payload=found[0]))
-            if found[1]:
-                start = Instr("size", torch.int64, UNIFORM, payload=found[1])
-                narrow = Instr("expr", step.dtype, UNIFORM, (start,), "{0}.to(tl.int32)")
-                out += [start, narrow, Instr("expr", step.dtype, FULL, (out[-1], narrow), "({0} + {1})")]
+            out += place(*found)
         else:
             out.append(replace(step, args=tuple([made[arg] for arg in step.args])))
         made[step] = out[-1]

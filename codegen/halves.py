@@ -14,10 +14,10 @@ from codegen.reductions import operand_of
 from ir_nodes.layout import Layout
 from ir_nodes.node import Node, Operand
 
-_GLU = Row("@share({self}, 1.0 + @grow(-{gate}))", "float")
+_OPEN = "@share({self}, 1.0 + @grow(-{gate}))"
+_GLU = Row(_OPEN, "float")
 _GLU_FIRST = Row("@share({grad_output}, 1.0 + @grow(-{gate}))", "float")
-_OPEN, _SHUT = "@share({self}, 1.0 + @grow(-{gate}))", "@share({grad_output}, 1.0 + @grow({gate}))"
-_GLU_SECOND = Row(f"{_SHUT} * {_OPEN}", "float")
+_GLU_SECOND = Row(f"@share({{grad_output}}, 1.0 + @grow({{gate}})) * {_OPEN}", "float")
 """Half of the gradient each: a sigmoid less than one is the sigmoid of the opposite."""
 
 

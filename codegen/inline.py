@@ -14,7 +14,7 @@ import torch
 
 from codegen import forms
 from codegen.forms import Form, Reduced
-from codegen.instructions import FULL, KEPT, Instr, MemAccess, Part
+from codegen.instructions import FULL, KEPT, Instr, MemAccess, Part, rewritten
 from codegen.promotion import HALF, TRITON_TYPES, compute_dtype
 from ir_nodes.graph import Graph
 from ir_nodes.node import Node, Operand, Value
@@ -74,18 +74,14 @@ def inline(part: Part, recipes: Recipes) -> Part:
     """The part with reads of values that ``recipes`` knows replaced; the same part where there are none."""
     if not any(access.value in recipes for _, access in part.accesses()):
         return part
-    out: list[Instr] = []
-    made: dict[Instr, Instr] = {}
-    for instr in part.instrs:
-        args = tuple([made[arg] for arg in instr.args])
-        new = instr if args == instr.args else replace(instr, args=args)
+
+    def made_again(instr: Instr) -> list[Instr] | None:
         recipe = recipes.get(instr.access.value) if instr.access is not None and instr.kind in ("load", "gather") else None
-        if recipe is not None and instr.access is not None and _fits(part, instr, instr.access, recipe):
-            out += _again(part, new, instr.access, recipe, recipes)
-        else:
-            out.append(new)
-        made[instr] = out[-1]
-    return replace(part, instrs=out)
+        if recipe is None or instr.access is None or not _fits(part, instr, instr.access, recipe):
+            return None
+        return _again(part, instr, instr.access, recipe, recipes)
+
+    return rewritten(part, made_again)
 
 
 def _fits(part: Part, instr: Instr, access: MemAccess, recipe: Recipe) -> bool:

@@ -7,8 +7,8 @@ the parts that load it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Callable, Hashable, Mapping
 
 import torch
 
@@ -217,6 +217,33 @@ def _work(instr: Instr) -> int:
     text = instr.text if instr.kind == "expr" else ""
     calls, fast, powers = (text.count(f"libdevice.{name}") for name in ("", "fast_", "exp("))
     return 1 + 40 * (calls - fast - powers) + 4 * fast + 10 * (powers + text.count("_rn("))
+
+
+def place(form: Form, start: int = 0) -> list[Instr]:
+    """What makes the number that ``form`` gives each element of the full space, counted from ``start``; it is the last one."""
+    at = Instr("coord", torch.int32, FULL, payload=form)
+    if not start:
+        return [at]
+    number = Instr("size", torch.int64, UNIFORM, payload=start)
+    narrow = Instr("expr", torch.int32, UNIFORM, (number,), "{0}.to(tl.int32)")
+    return [at, number, narrow, Instr("expr", torch.int32, FULL, (at, narrow), "({0} + {1})")]
+
+
+def rewritten(part: Part, instead: Callable[[Instr], list[Instr] | None]) -> Part:
+    """``part`` with instructions replaced by those that ``instead`` gives for them, the last of which stands for it; None: it
+    stays. Where arguments are of a lower level, so is what is made of them."""
+    out: list[Instr] = []
+    made: dict[Instr, Instr] = {}
+    for instr in part.instrs:
+        args = tuple([made[arg] for arg in instr.args])
+        if args != instr.args:
+            level = max([arg.level for arg in args]) if instr.kind == "expr" else instr.level
+            new = replace(instr, args=args, level=level)
+        else:
+            new = instr
+        out += instead(new) or [new]
+        made[instr] = out[-1]
+    return replace(part, instrs=out)
 
 
 def waits(instrs: list[Instr]) -> bool:

@@ -7,6 +7,7 @@ dimension and all others, or one flat axis where everything is dense, or the two
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from codegen import forms
@@ -62,17 +63,17 @@ def _main(body: Body, strides: Strides) -> Step | None:
     have squares for operands that lie across; other bodies follow the order in which most bytes lie."""
     full = [step for step in body.steps if step.level == FULL and step.access is not None and not step.access.scattered]
     stores = [step for step in full if step.stage == "store"]
-    dense = [step for step in stores or full if math.prod(n for n, s in step.form if s) == body.numel]
+    whole = [step for step in full if math.prod(n for n, s in step.form if s) == body.numel]
+    dense = [step for step in whole if not stores or step.stage == "store"]
     candidates = dense or stores or full or [step for step in body.steps if step.stage == "store"]
     if body.reduced is None or not dense:
         return candidates[0] if candidates else None
-    lying: dict[int, list[Step]] = {}
-    for step in full:
-        if math.prod(n for n, s in step.form if s) == body.numel:
-            lying.setdefault(_innermost(strides[id(step)]), []).append(step)
-    moved = {dim: sum(step.access.dtype.itemsize for step in steps if step.access is not None) for dim, steps in lying.items()}
-    usual, most = _innermost(strides[id(dense[0])]), max(moved, key=lambda dim: moved[dim])
-    return lying[most][0] if moved[most] > moved[usual] else dense[0]
+    along = [_innermost(strides[id(step)]) for step in whole]
+    moved: Counter[int] = Counter()
+    for dim, step in zip(along, whole):
+        moved[dim] += step.access.dtype.itemsize if step.access is not None else 0
+    most = max(moved, key=lambda dim: moved[dim])
+    return whole[along.index(most)] if moved[most] > moved[_innermost(strides[id(dense[0])])] else dense[0]
 
 
 def _innermost(strides: tuple[int, ...]) -> int:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from codegen.expressions import Unsupported
+from codegen.expressions import Unsupported, function
 from codegen.instructions import Instr, Part
 from codegen.lowering import Lowering, arguments
 from codegen.promotion import TRITON_TYPES
@@ -53,8 +53,7 @@ def lower_linspace(node: Node) -> list[Part]:
     start, end = (lowering.read(args[name], dtype) for name in ("start", "end"))
     place = lowering.expr(f"{{0}}.to({TRITON_TYPES[dtype]})", lowering.coord(0), dtype=dtype)
     gaps, half = lowering.size(max(count - 1, 1), dtype), lowering.size(count // 2, dtype)
-    divide = "tl.fdiv" if dtype is torch.float64 else "tl.math.div_rn"
-    step = lowering.expr(f"{divide}({{1}} - {{0}}, {{2}})", start, end, gaps, dtype=dtype)
+    step = lowering.expr(f"{function('div', dtype, False)}({{1}} - {{0}}, {{2}})", start, end, gaps, dtype=dtype)
     near = lowering.expr("{0} + {1} * {2}", start, step, place, dtype=dtype)
     far = lowering.expr("{0} - {1} * ({2} - {3})", end, step, gaps, place, dtype=dtype)
     lowering.write(0, near if count == 1 else lowering.expr("tl.where({0} < {1}, {2}, {3})", place, half, near, far, dtype=dtype))

@@ -12,7 +12,7 @@ import torch
 from codegen.expressions import Unsupported
 from codegen.forms import Form
 from codegen.index_maps import Window, in_memory_order, through
-from codegen.instructions import FULL, Instr, MemAccess, Part
+from codegen.instructions import FULL, Instr, MemAccess, Part, place
 from codegen.lowering import Lowering
 from ir_nodes.node import Buffer, Node, Operand, Value
 
@@ -120,10 +120,7 @@ class Puller:
         mapped = mapper(form, 0, 1)
         if mapped is None:
             raise Unsupported("its operands' dimensions do not nest")
-        place, moved = self.lowering.place(mapped[0]), mapped[1]
-        if not moved:
-            return place
-        return self.lowering.expr("({0} + {1})", place, self.lowering.size(moved, torch.int32), dtype=torch.int32)
+        return [self.lowering.add(instr) for instr in place(mapped[0], mapped[1])][-1]
 
     def _is_cheap(self, part: Part, access: MemAccess, alone: bool) -> bool:
         """Is it better to compute what ``access`` reads again? What costs many instructions only for one reader that reads each

@@ -30,7 +30,7 @@ def lower_scatter(node: Node) -> list[Part]:
     adds = node.name.startswith("scatter_add")
     lowering = Lowering(node, index.layout.size)
     if "value" in args:
-        value = lowering.cast(lowering.read(args["value"], write.layout.dtype), write.layout.dtype)
+        value = lowering.read(args["value"], write.layout.dtype)
     else:
         source = operand_of(args["src"])
         value = lowering.load(Operand(source.value, replace(source.layout, size=index.layout.size)))

@@ -1,21 +1,21 @@
-"""The table's rows for functions that programs rarely call. Imports torch and `codegen.expressions` only."""
+"""The table's rows for functions that programs rarely call. Imports torch,
+`codegen.expressions` and `codegen.promotion` only."""
 
 from __future__ import annotations
 
 import torch
 
 from codegen.expressions import Case, Row, Unsupported, choose, largest
-
-_BITS = {torch.uint8: 8, torch.int8: 8, torch.int16: 16, torch.int32: 32, torch.int64: 64}
-_OUTSIDE = "({{other}} < 0) | ({{other}} >= {bits})"
+from codegen.promotion import HALF, TRITON_TYPES
 
 
 def _shift(case: Case, operator: str, beyond: str) -> str:
     """Bits moved by more places than there are are gone, as in ATen's kernels."""
-    if case.dtype not in _BITS:
+    if case.is_float or case.is_bool:
         raise Unsupported(f"a shift of {str(case.dtype).removeprefix('torch.')}")
-    bits = _BITS[case.dtype]
-    return f"tl.where({_OUTSIDE.format(bits=bits)}, {beyond.format(last=bits - 1)}, {{self}} {operator} {{other}})"
+    bits = torch.iinfo(case.dtype).bits
+    outside = f"({{other}} < 0) | ({{other}} >= {bits})"
+    return f"tl.where({outside}, {beyond.format(last=bits - 1)}, {{self}} {operator} {{other}})"
 
 
 def _left(case: Case) -> str:
@@ -29,8 +29,7 @@ def _right(case: Case) -> str:
 def _number(case: Case) -> str:
     if not case.is_float:
         return "{self}"
-    kinds = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-    kind = torch.finfo(next((kind for name, kind in kinds.items() if case.half.endswith(name)), case.dtype))
+    kind = torch.finfo(next((half for half in HALF if TRITON_TYPES[half] == case.half), case.dtype))
     none, high, low = (f"{{{name}}}" if case.given(name) else text for name, text in (
         ("nan", "0.0"), ("posinf", repr(kind.max)), ("neginf", repr(kind.min))))
     text = f'tl.where({{self}} == float("-inf"), {low}, {{self}})'
