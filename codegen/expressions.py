@@ -63,6 +63,7 @@ FUNCTIONS: dict[str, tuple[str, str, str]] = {  # name: (float32, float64, float
     "exp": ("libdevice.exp", "libdevice.exp", "tl.exp"),
     "log": ("libdevice.log", "libdevice.log", "tl.log"),
     "div": ("tl.math.div_rn", "tl.fdiv", "tl.fdiv"),
+    "pow": ("libdevice.pow", "libdevice.pow", "_pow_16"),
     "sqrt": ("tl.sqrt_rn", "tl.sqrt", "tl.sqrt"),
     "tanh": ("_tanh", "libdevice.tanh", "_tanh_16"),
     "grow": ("libdevice.exp", "libdevice.exp", "libdevice.fast_expf"),
@@ -73,7 +74,7 @@ a quotient whose divisor is at least 1: there, two instructions do what takes fi
 
 _LOGIC = (("and", "&"), ("or", "|"), ("xor", "^"))
 LIBDEVICE = frozenset(
-    "exp2 expm1 log2 log10 log1p sin cos tan asin acos atan sinh cosh asinh acosh atanh atan2 erf erfc pow fmod rint "
+    "exp2 expm1 log2 log10 log1p sin cos tan asin acos atan sinh cosh asinh acosh atanh atan2 erf erfc fmod rint "
     "trunc floor ceil hypot copysign erfinv lgamma".split()
 )
 
@@ -145,7 +146,7 @@ def _pow(case: Case) -> str:
     if not case.is_float:
         raise Unsupported(f"integer power with exponent {exponent}")
     if "exponent" in case.numbers:
-        return f"_pow({{self}}, {{exponent}}, {case.half or TRITON_TYPES[case.dtype]})"
+        return f"{'_number_pow_16' if case.half else '_pow'}({{self}}, {{exponent}}, {case.half or TRITON_TYPES[case.dtype]})"
     return "@pow({self}, {exponent})"
 
 

@@ -20,6 +20,38 @@ def _pow(x, exponent, kind: tl.constexpr):
 """``x ** exponent`` for a number that is known when the kernel runs; small powers are products, as in ATen's kernels.
 ``kind``: the type that a product is rounded to."""
 
+POW_16 = '''
+@triton.jit
+def _pow_16(x, y):
+    size = tl.abs(x)
+    whole = tl.floor(y) == y
+    z = tl.exp2(tl.where(size == 1.0, 0.0, y * libdevice.log2(size)))
+    z = tl.where((x.to(tl.int32, bitcast=True) < 0) & whole & (tl.floor(y * 0.5) != y * 0.5), -z, z)
+    z = tl.where((x < 0) & (x > float("-inf")) & (whole == 0), float("nan"), z)
+    return tl.where(y == 0.0, 1.0, z)
+
+
+'''
+"""``x ** y`` for results that are rounded to 16 bits: a third of the general function's instructions, off by 1e-5 of the result
+at the most."""
+
+NUMBER_POW_16 = '''
+@triton.jit
+def _number_pow_16(x, exponent, kind: tl.constexpr):
+    if exponent == 2.0:
+        y = x * x
+    elif exponent == 3.0:
+        y = (x * x).to(kind).to(x.dtype) * x
+    elif exponent == 1.0:
+        y = x
+    else:
+        y = _pow_16(x, exponent)
+    return y
+
+
+'''
+"""`POW` with `POW_16`."""
+
 TANH = '''
 @triton.jit
 def _tanh(x):
@@ -147,9 +179,9 @@ def _share(a, b, c):
 branch that a division takes wherever ``a`` is zero, as it is behind a mask. (The correction is that of Markstein, 1990, who
 excepts divisors whose bits are all ones. Quotients below 2**-100 may be the next number.)"""
 
-HELPERS = {"_pow(": POW, "_tanh(": TANH, "_tanh_16(": TANH_16, "_normal(": NORMAL, "_logistic(": LOGISTIC, "_bf16(": BF16,
-           ", _mul)": MUL, "_logaddexp": LOGADDEXP, "_as_loaded(": AS_LOADED, "_wide(": WIDE,
-           "_share(": SHARE, "_of_eight(": OF_EIGHT, "_to_eight(": TO_EIGHT}
+HELPERS = {"_pow(": POW, "pow_16(": POW_16, "_number_pow_16(": NUMBER_POW_16, "_tanh(": TANH, "_tanh_16(": TANH_16,
+           "_normal(": NORMAL, "_logistic(": LOGISTIC, "_bf16(": BF16, ", _mul": MUL, "_logaddexp": LOGADDEXP,
+           "_as_loaded(": AS_LOADED, "_wide(": WIDE, "_share(": SHARE, "_of_eight(": OF_EIGHT, "_to_eight(": TO_EIGHT}
 
 
 def used(text: str) -> str:

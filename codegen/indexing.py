@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, Sequence
+from typing import Any, Collection, Sequence
 
 import torch
 
@@ -198,11 +198,11 @@ def _put_shape(indices: Sequence[Operand | None], given: Sequence[Size], others:
     return (*others[:front], *torch.broadcast_shapes(*given), *others[front:])
 
 
-def check_order(dtype: torch.dtype) -> None:
+def check_order(dtype: torch.dtype, allowed: Collection[torch.dtype] = (torch.float32,)) -> None:
     """Raises Unsupported where sums by atomics would not do: their order, and so the last bits, differ from run to run."""
     if torch.are_deterministic_algorithms_enabled():
         raise Unsupported("deterministic algorithms are asked for, and atomics add in any order")
-    if dtype is not torch.float32:
+    if dtype not in allowed:
         raise Unsupported(f"atomic sums of {str(dtype).removeprefix('torch.')}")
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Callable
 
 from codegen import (
+    average_pooling,
     batch_norm,
     cross_entropy,
     draws,
     group_norm,
     halves,
     indexing,
+    interpolation,
     joining,
     losses,
     normalisation,
@@ -19,6 +21,7 @@ from codegen import (
     pooling,
     positions,
     reductions,
+    reflections,
     scans,
     scattering,
     softmax,
@@ -38,7 +41,9 @@ from ir_nodes.node import Node
 from ir_nodes.own import DROPPED, PACKED, UNPACKED
 
 REDUCTIONS: dict[str, Lowered] = {
-    "sum": reductions.lower_sum,
+    "sum": reductions.lower_total("add"),
+    "prod": reductions.lower_total("mul"),
+    "nansum": reductions.lower_total("add", nans=False),
     "mean": reductions.lower_mean,
     "amax": reductions.lower_extreme("max"),
     "amin": reductions.lower_extreme("min"),
@@ -46,7 +51,7 @@ REDUCTIONS: dict[str, Lowered] = {
     "min": reductions.lower_extreme("min"),
     "any": reductions.lower_truth("max"),
     "all": reductions.lower_truth("min"),
-    "linalg_vector_norm": reductions.lower_norm,
+    **dict.fromkeys(("linalg_vector_norm", "norm"), reductions.lower_norm),
     "_amp_foreach_non_finite_check_and_unscale_": optimizers.lower_unscale,
     "_softmax": softmax.lower_softmax,
     "_log_softmax": softmax.lower_softmax,
@@ -122,6 +127,11 @@ PLACED: dict[str, Callable[[Node], list[Part]]] = {
     "arange": positions.lower_arange,
     "linspace": positions.lower_linspace,
     "roll": positions.lower_roll,
+    "pixel_shuffle": positions.lower_pixel_shuffle,
+    "pixel_unshuffle": positions.lower_pixel_unshuffle,
+    **average_pooling.POOLS,
+    **interpolation.RESIZES,
+    **reflections.PADS,
 }
 """Ops whose elements depend on where they stand."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Sequence
+from typing import Any, Mapping, Sequence
 
 import torch
 
@@ -200,6 +200,14 @@ class Lowering:
         rounded = rest.dtype if rest.dtype in HALF else None
         return self.add(Instr("take", compute_dtype(rest.dtype), FULL, tuple(index for index, _, _ in indices), access=access,
                               payload=tuple((stride, extent) for _, stride, extent in indices), rounded=rounded))
+
+    def take_at(self, operand: Operand, places: Mapping[int, Instr]) -> Instr:
+        """The operand's elements that have these indices along these of its dimensions, and the space's along others; zero where
+        an index is out of range."""
+        size, stride = operand.layout.size, operand.layout.stride
+        rest = replace(operand.layout, size=tuple(1 if dim in places else one for dim, one in enumerate(size)),
+                       stride=tuple(0 if dim in places else one for dim, one in enumerate(stride)))
+        return self.take(operand, rest, [(place, stride[dim], size[dim]) for dim, place in places.items()])
 
     def put(self, target: Value, rest: Layout, indices: Sequence[tuple[Instr, int, int]], value: Instr, how: str) -> Instr:
         """"add" or "set" elements of ``target`` at such places."""

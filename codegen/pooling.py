@@ -40,7 +40,7 @@ class Axis:
         return (self.kernel - 1) * self.dilation // self.stride + 1
 
 
-def _axes(args: dict[str, Any]) -> list[Axis]:
+def axes_of(args: dict[str, Any]) -> list[Axis]:
     def pair(name: str) -> Sequence[int]:
         value = args.get(name)
         value = (value,) if isinstance(value, int) else tuple(value or ())
@@ -51,18 +51,13 @@ def _axes(args: dict[str, Any]) -> list[Axis]:
     return [Axis(*each) for each in zip(kernel, stride, pair("padding") or (0, 0), pair("dilation") or (1, 1))]
 
 
-def _planes(layout: Layout) -> Layout:
-    """The first element of each plane."""
-    return replace(layout, size=(*layout.size[:-2], 1, 1), stride=(*layout.stride[:-2], 0, 0))
-
-
-def _take(lowering: Lowering, operand: Operand, row: Instr, column: Instr) -> Instr:
+def take(lowering: Lowering, operand: Operand, row: Instr, column: Instr) -> Instr:
     """The operand's element at this row and column of each plane; zero outside of it."""
-    size, stride = operand.layout.size[-2:], operand.layout.stride[-2:]
-    return lowering.take(operand, _planes(operand.layout), [(row, stride[0], size[0]), (column, stride[1], size[1])])
+    rank = len(operand.layout.size)
+    return lowering.take_at(operand, {rank - 2: row, rank - 1: column})
 
 
-def _inside(lowering: Lowering, place: Instr, extent: int) -> Instr:
+def inside(lowering: Lowering, place: Instr, extent: int) -> Instr:
     return lowering.expr("(({0} >= 0) & ({0} < {1}))", place, lowering.size(extent, torch.int32), dtype=torch.bool)
 
 
@@ -86,20 +81,20 @@ def _numbered(axes: Sequence[Axis], write: Write) -> Layout | None:
 def lower_max_pool(node: Node, scratch: int, known: Known) -> list[Part]:
     """max_pool2d_with_indices: the first largest element of each window, or the last that is not a number."""
     args = arguments(node)
-    source, axes = operand_of(args["self"]), _axes(args)
+    source, axes = operand_of(args["self"]), axes_of(args)
     if len(node.writes) != 2 or not source.layout.dtype.is_floating_point:
         raise Unsupported(f"no kernel for {node.target} of {str(source.layout.dtype).removeprefix('torch.')}")
     if axes[0].kernel * axes[1].kernel > MOST_TAPS:
         raise Unsupported(f"a window of more than {MOST_TAPS} elements")
     lowering = Lowering(node, node.writes[0].layout.size)
-    places = [_taps(lowering, axis, dim, extent) for axis, dim, extent in
+    places = [taps(lowering, axis, dim, extent) for axis, dim, extent in
               zip(axes, (len(lowering.shape) - 2, len(lowering.shape) - 1), source.layout.size[-2:])]
     best: Instr | None = None
     where = lowering.expr("-1", dtype=torch.int32)
     narrow, place, pitch = _numbered(axes, node.writes[1]), where, lowering.size(_pitch(axes), torch.int32)
     for down, (row, row_valid) in enumerate(places[0]):
         for along, (column, column_valid) in enumerate(places[1]):
-            value = _take(lowering, source, row, column)
+            value = take(lowering, source, row, column)
             if best is None:
                 best = lowering.expr('float("-inf")', dtype=value.dtype)
             text = "({0} & {1} & (({2} > {3}) | ({2} != {2}) | ({4} < 0)))"
@@ -120,14 +115,14 @@ def lower_max_pool(node: Node, scratch: int, known: Known) -> list[Part]:
     return [lowering.part]
 
 
-def _taps(lowering: Lowering, axis: Axis, dim: int, extent: int) -> list[tuple[Instr, Instr]]:
+def taps(lowering: Lowering, axis: Axis, dim: int, extent: int) -> list[tuple[Instr, Instr]]:
     """Along a dimension each element of the window: its index in the input, and whether that exists."""
     begin = lowering.expr("{0} * {1}", lowering.coord(dim), lowering.size(axis.stride, torch.int32), dtype=torch.int32)
     taps = []
     for number in range(axis.kernel):
         offset = lowering.size(number * axis.dilation - axis.padding, torch.int32)
         place = lowering.expr("{0} + {1}", begin, offset, dtype=torch.int32)
-        taps.append((place, _inside(lowering, place, extent)))
+        taps.append((place, inside(lowering, place, extent)))
     return taps
 
 
@@ -137,7 +132,7 @@ def lower_max_pool_backward(node: Node, scratch: int, known: Known) -> list[Part
     Forward's bytes are read in the place of its indices, where it left any.
     """
     args = arguments(node)
-    grad, indices, axes = operand_of(args["grad_output"]), operand_of(args["indices"]), _axes(args)
+    grad, indices, axes = operand_of(args["grad_output"]), operand_of(args["indices"]), axes_of(args)
     if len(node.writes) != 1 or axes[0].windows * axes[1].windows > MOST_WINDOWS:
         raise Unsupported(f"elements that lie in more than {MOST_WINDOWS} windows")
     lowering = Lowering(node, node.writes[0].layout.size)
@@ -148,10 +143,10 @@ def lower_max_pool_backward(node: Node, scratch: int, known: Known) -> list[Part
     mine = _number(lowering, row, column, lowering.shape[-1])
     pitch = lowering.size(_pitch(axes), torch.int32)
     total: Instr | None = None
-    columns = _windows(lowering, axes[1], column)
-    for down in _windows(lowering, axes[0], row):
+    columns = windows(lowering, axes[1], column)
+    for down in windows(lowering, axes[0], row):
         for along in columns:
-            chosen, value = (_take(lowering, operand, down, along) for operand in (narrow or indices, grad))
+            chosen, value = (take(lowering, operand, down, along) for operand in (narrow or indices, grad))
             if narrow is not None:
                 places = [_within(lowering, axis, *each) for axis, each in zip(axes, ((row, down), (column, along)))]
                 mine = lowering.expr("{0} * {2} + {1}", *places, pitch, dtype=torch.int32)
@@ -169,7 +164,7 @@ def _within(lowering: Lowering, axis: Axis, place: Instr, window: Instr) -> Inst
     return lowering.expr("{0} + {1} - {2} * {3}", place, padding, window, stride, dtype=torch.int32)
 
 
-def _windows(lowering: Lowering, axis: Axis, place: Instr) -> list[Instr]:
+def windows(lowering: Lowering, axis: Axis, place: Instr) -> list[Instr]:
     """Along a dimension the windows that an element may lie in, in ascending order."""
     padding, stride = (lowering.size(number, torch.int32) for number in (axis.padding, axis.stride))
     last = lowering.expr("({0} + {1}) // {2}", place, padding, stride, dtype=torch.int32)

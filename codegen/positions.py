@@ -11,6 +11,7 @@ from codegen.instructions import Instr, Part
 from codegen.lowering import Lowering, arguments
 from codegen.promotion import TRITON_TYPES
 from codegen.reductions import operand_of
+from ir_nodes.layout import Layout
 from ir_nodes.node import Node, Operand
 
 
@@ -64,7 +65,7 @@ def lower_roll(node: Node) -> list[Part]:
     """roll along dimensions."""
     args = arguments(node)
     source = operand_of(args["self"])
-    size, stride = source.layout.size, source.layout.stride
+    size = source.layout.size
     dims = args["dims"] or (0,)
     if not args["dims"] and len(size) != 1:
         raise Unsupported("all dimensions are rolled as if they were one")
@@ -73,10 +74,8 @@ def lower_roll(node: Node) -> list[Part]:
         by[dim % len(size)] += shift
     by = {dim: shift % size[dim] for dim, shift in by.items() if shift % max(size[dim], 1)}
     lowering = Lowering(node, size)
-    places = [_places_before(lowering, dim, shift) for dim, shift in by.items()]
-    rest = replace(source.layout, stride=tuple(0 if dim in by else one for dim, one in enumerate(stride)))
-    indices = [(place, stride[dim], size[dim]) for place, dim in zip(places, by)]
-    lowering.write(0, lowering.take(source, rest, indices) if by else lowering.load(source))
+    places = {dim: _places_before(lowering, dim, shift) for dim, shift in by.items()}
+    lowering.write(0, lowering.take_at(source, places) if by else lowering.load(source))
     return [lowering.part]
 
 
@@ -84,3 +83,39 @@ def _places_before(lowering: Lowering, dim: int, shift: int) -> Instr:
     """The element ``shift`` places before each along ``dim``, where the last one stands before the first."""
     first, rest = (lowering.size(number, torch.int32) for number in (shift, lowering.shape[dim] - shift))
     return lowering.expr("tl.where({0} < {1}, {0} + {2}, {0} - {1})", lowering.coord(dim), first, rest, dtype=torch.int32)
+
+
+def lower_pixel_shuffle(node: Node) -> list[Part]:
+    """pixel_shuffle: channels become the pixels of a larger image."""
+    args, out = arguments(node), node.writes[0].layout
+    source, by = operand_of(args["self"]), args["upscale_factor"]
+    lowering = Lowering(node, _cut(out, by).size)
+    lowering.store(node.writes[0].value, _cut(out, by), lowering.load(Operand(source.value, _channels(source.layout, by))))
+    return [lowering.part]
+
+
+def lower_pixel_unshuffle(node: Node) -> list[Part]:
+    """pixel_unshuffle: `lower_pixel_shuffle` the other way."""
+    args, write = arguments(node), node.writes[0]
+    source, by = operand_of(args["self"]), args["downscale_factor"]
+    lowering = Lowering(node, _cut(source.layout, by).size)
+    lowering.store(write.value, _channels(write.layout, by), lowering.load(Operand(source.value, _cut(source.layout, by))))
+    return [lowering.part]
+
+
+def _cut(layout: Layout, by: int) -> Layout:
+    """Each of the last two dimensions in two, the inner one of ``by`` elements."""
+    pairs = list(zip(layout.size, layout.stride))
+    for dim in (len(pairs) - 1, len(pairs) - 2):
+        extent, stride = pairs[dim]
+        pairs[dim : dim + 1] = [(extent // by, stride * by), (by, stride)]
+    size, stride = zip(*pairs)
+    return replace(layout, size=size, stride=stride)
+
+
+def _channels(layout: Layout, by: int) -> Layout:
+    """(..., channels, height, width) as (..., channels / by / by, height, by, width, by)."""
+    *outer, (channels, step), (height, down), (width, along) = zip(layout.size, layout.stride)
+    pairs = [*outer, (channels // by // by, step * by * by), (height, down), (by, step * by), (width, along), (by, step)]
+    size, stride = zip(*pairs)
+    return replace(layout, size=size, stride=stride)

@@ -12,12 +12,12 @@ from typing import Any, Callable, Sequence
 import torch
 
 from codegen import forms
-from codegen.expressions import Unsupported
+from codegen.expressions import Unsupported, function
 from codegen.instructions import KEPT, Instr, Part
 from codegen.lowering import Lowering, arguments
 from codegen.promotion import compute_dtype
 from ir_nodes.layout import Layout
-from ir_nodes.node import Node, Operand
+from ir_nodes.node import Node, Operand, ScalarInput
 
 Lowered = Callable[[Node, int], list[Part]]
 """From a node and the number of scratch values made so far to the node's parts."""
@@ -75,16 +75,24 @@ def _single(node: Node) -> tuple[dict[str, Any], Operand]:
     return args, operand_of(args["self"])
 
 
-def lower_sum(node: Node, scratch: int) -> list[Part]:
-    args, source = _single(node)
-    lowering, dims = reduction(node, source, args.get("dim"))
-    out = node.writes[0].layout.dtype
-    value = lowering.load(source)
-    if out.is_floating_point and not value.dtype.is_floating_point:
-        value = lowering.cast(value, out)
-    held = accumulator(out if out.is_floating_point else value.dtype)
-    write_kept(lowering, 0, lowering.reduce("add", lowering.cast(value, held)), dims)
-    return [lowering.part]
+def lower_total(how: str, nans: bool = True) -> Lowered:
+    """Sums ("add") or products ("mul"); without ``nans`` what is not a number counts as zero."""
+
+    def lower(node: Node, scratch: int) -> list[Part]:
+        args, source = _single(node)
+        lowering, dims = reduction(node, source, args.get("dim"))
+        out = node.writes[0].layout.dtype
+        value = lowering.load(source)
+        if out.is_floating_point and not value.dtype.is_floating_point:
+            value = lowering.cast(value, out)
+        held = accumulator(out if out.is_floating_point else value.dtype)
+        value = lowering.cast(value, held)
+        if not nans and held.is_floating_point:
+            value = lowering.expr("tl.where({0} == {0}, {0}, 0.0)", value, dtype=held)
+        write_kept(lowering, 0, lowering.reduce(how, value), dims)
+        return [lowering.part]
+
+    return lower
 
 
 def lower_mean(node: Node, scratch: int) -> list[Part]:
@@ -145,24 +153,43 @@ def lower_truth(how: str) -> Lowered:
     return lower
 
 
+_NORMS = {
+    0: ("add", "tl.where({0} != 0, 1.0, 0.0)"), 1: ("add", "tl.abs({0})"), 2: ("add", "{0} * {0}"),
+    math.inf: ("max", "tl.abs({0})"), -math.inf: ("min", "tl.abs({0})"),
+}
+"""For an order what is combined of each element, and how."""
+
+
 def lower_norm(node: Node, scratch: int) -> list[Part]:
-    """linalg_vector_norm for the orders 1, 2 and infinity."""
+    """linalg_vector_norm, and norm, which older code calls."""
     args, source = _single(node)
-    return [lower_norm_of(node, source, args.get("ord", 2), args.get("dim"), 0)]
+    order = args.get("p" if node.name == "norm" else "ord", 2)
+    return [lower_norm_of(node, source, 2 if order is None else order, args.get("dim"), 0)]
 
 
 def lower_norm_of(node: Node, source: Operand, order: Any, dim: Sequence[int] | int | None, index: int) -> Part:
     """``node.writes[index]`` as the norm of ``source`` over ``dim`` (None: all)."""
-    if order not in (1, 2, math.inf):
-        raise Unsupported(f"norm of order {order}")
+    if isinstance(order, ScalarInput):
+        raise Unsupported("norm of an order that may be another next time")
     lowering, dims = reduction(node, source, dim)
     held = compute_dtype(node.writes[index].layout.dtype)
     value = lowering.cast(lowering.load(source), held)
     if not held.is_floating_point:
         raise Unsupported(f"norm of {held}")
-    text = "{0} * {0}" if order == 2 else "tl.abs({0})"
-    total = lowering.reduce("max" if order == math.inf else "add", lowering.expr(text, value, dtype=held))
-    if order == 2:
-        total = lowering.expr("tl.sqrt_rn({0})" if held is torch.float32 else "tl.sqrt({0})", total, dtype=held)
+    if order in _NORMS:
+        how, text = _NORMS[order]
+        total = lowering.reduce(how, lowering.expr(text, value, dtype=held))
+        if order == 2:
+            total = lowering.expr("tl.sqrt_rn({0})" if held is torch.float32 else "tl.sqrt({0})", total, dtype=held)
+    else:
+        total = _rooted(lowering, value, lowering.read(order, held))
     write_kept(lowering, index, total, dims)
     return lowering.part
+
+
+def _rooted(lowering: Lowering, value: Instr, order: Instr) -> Instr:
+    """The norm of any other order."""
+    power = f"{function('pow', value.dtype, False)}({{0}}, {{1}})"
+    size = lowering.expr("tl.abs({0})", value, dtype=value.dtype)
+    total = lowering.reduce("add", lowering.expr(power, size, order, dtype=value.dtype))
+    return lowering.expr(power, total, divide(lowering, lowering.read(1.0, value.dtype), order), dtype=value.dtype)

@@ -2,7 +2,7 @@
 codegen's lowering modules.
 
 Where several numbers go to one place, which of them stays is left open, and the order of sums differs from run to run, as in
-ATen's kernels. 16-bit sums are ATen's.
+ATen's kernels, which round 16-bit sums after each number, too.
 """
 
 from __future__ import annotations
@@ -10,13 +10,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from codegen.expressions import Unsupported
 from codegen.indexing import check_order, index_of, spread, without
 from codegen.instructions import Instr, Part
 from codegen.lowering import Lowering, arguments
+from codegen.promotion import HALF
 from codegen.reductions import operand_of
 from ir_nodes.layout import Layout
 from ir_nodes.node import BufferKind, Node, Operand, Value
+
+_SUMMED = (torch.float32, torch.float64, *HALF, torch.int32, torch.int64)
+"""What GPUs add to memory at once."""
 
 
 def lower_scatter(node: Node) -> list[Part]:
@@ -55,7 +61,7 @@ def _into(node: Node, args: dict[str, Any], lowering: Lowering, index: Operand, 
     """``value`` at the places along ``dim`` that ``index``, seen through ``seen``, names; elsewhere stays what there was."""
     write = node.writes[0]
     if adds:
-        check_order(write.layout.dtype)
+        check_order(write.layout.dtype, _SUMMED)
     dim = args["dim"] % len(write.layout.size)
     at = index_of(lowering, index, seen, write.layout.size[dim])
     rest = without(replace(write.layout, size=lowering.shape), (dim,))

@@ -9,6 +9,7 @@ language patches, over a builder that rounds as hardware does and takes libdevic
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import re
 from typing import Any, Callable, Sequence
@@ -35,7 +36,9 @@ _SCANS: dict[str, Callable[..., Any]] = {
     "_add": numpy.cumsum, "_mul": numpy.cumprod, "_max": numpy.maximum.accumulate, "_min": numpy.minimum.accumulate,
     "_logaddexp": numpy.logaddexp.accumulate,
 }
-_REDUCTIONS: dict[str, Callable[..., Any]] = {"_add": numpy.sum, "_max": numpy.max, "_min": numpy.min}
+_REDUCTIONS: dict[str, Callable[..., Any]] = {
+    "_add": numpy.sum, "_mul": numpy.prod, "_max": numpy.max, "_min": numpy.min,
+}
 
 
 def narrow_to_bfloat16(data: numpy.ndarray[Any, Any]) -> numpy.ndarray[Any, Any]:
@@ -64,6 +67,14 @@ class ExactBuilder(interpreter.InterpreterBuilder):
         left, right = (widen_bfloat16(one.data) if one.dtype.scalar == tl.bfloat16 else one.data for one in (a, b))
         product = numpy.matmul(left.astype(d.data.dtype), right.astype(d.data.dtype))
         return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    def create_atomic_rmw(self, op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
+        if val.dtype.scalar != tl.bfloat16:
+            return super().create_atomic_rmw(op, ptr, val, mask, sem, scope)
+        for address, number in zip(ptr.data[mask.data], widen_bfloat16(val.data[mask.data])):  # numbers to one place in turn
+            held = numpy.ctypeslib.as_array(ctypes.cast(int(address), ctypes.POINTER(ctypes.c_uint16)), (1,))
+            held[:] = narrow_to_bfloat16(widen_bfloat16(held) + number)
+        return val
 
     def create_splat(self, ret_ty: Any, arg: Any) -> Any:
         # The base class trusts a handle's dtype, which for comparisons names what was compared.

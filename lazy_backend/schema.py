@@ -116,7 +116,7 @@ def arg_kinds(schema: torch._C.FunctionSchema, base: str) -> list[ArgKind]:
     scales = base.startswith("_upsample") and any(arg.name.startswith("scale") for arg in schema.arguments)
     if base.startswith(("upsample", "_cudnn_rnn")) or scales or not {ArgKind.TENSOR, ArgKind.TENSOR_LIST} & set(given):
         return [ArgKind.CONST if kind in _NUMBERS else kind for kind in kinds]
-    if base in ("linalg_vector_norm", "_foreach_norm"):  # the order chooses the formula, and programs keep to one
+    if base in ("linalg_vector_norm", "_foreach_norm", "norm"):  # the order chooses the formula, and programs keep to one
         return [ArgKind.CONST if kind is ArgKind.SCALAR else kind for kind in kinds]
     if base.startswith(("pow", "_foreach_pow")):  # an integer exponent chooses the formula
         return [ArgKind.EXPONENT if kind is ArgKind.SCALAR else kind for kind in kinds]

@@ -39,6 +39,12 @@ REDUCTIONS: list[tuple[str, Callable[..., Any], tuple[torch.dtype, ...]]] = [
     ("any", lambda x: (x.any(), x.any(0), x.any(1)), (torch.float32, torch.bool)),
     ("all", lambda x: (x.all(), x.all(0), x.all(1)), (torch.float32, torch.bool)),
     ("norm", lambda x: (torch.linalg.vector_norm(x), torch.linalg.vector_norm(x, 1, 0)), (torch.float32, torch.bfloat16)),
+    ("norms", lambda x: tuple(torch.linalg.vector_norm(x, order, 1) for order in (0, 3, -1)), (torch.float32, torch.bfloat16)),
+    ("prod", lambda x: ((x * 0.5 + 1).prod(1), x[:9].prod(0), (x * 0.1 + 1).prod()), (torch.float32, torch.float64)),
+    ("prod of integers", lambda x: (x[:9].clamp(-2, 3).prod(0), x[:, :9].clamp(-2, 3).prod(1, True)),
+     (torch.int32, torch.bfloat16)),
+    ("prod of truths", lambda x: (x.prod(0), x[:3].prod(1)), (torch.bool,)),
+    ("nansum", lambda x: (x.log().nansum(), x.log().nansum(0), x.log().nansum(1)), (torch.float32, torch.float64)),
 ]
 
 

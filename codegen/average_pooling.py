@@ -1,0 +1,208 @@
+"""Lowers average pooling with its gradient, adaptive or not. Imports torch, `ir_nodes` and codegen's lowering modules.
+
+Both look at a few places for each element that they write, as max pooling does: no atomics, one order of sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable, Sequence
+
+import torch
+
+from codegen.expressions import Unsupported
+from codegen.instructions import Instr, Part
+from codegen.lowering import Lowering, arguments
+from codegen.pooling import MOST_TAPS, MOST_WINDOWS, Axis, axes_of, inside, take, taps, windows
+from codegen.promotion import compute_dtype
+from codegen.reductions import divide, operand_of
+from ir_nodes.node import Node, Operand
+
+Place = tuple[Instr, Instr]
+"""An index along a dimension, and whether it counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What an average divides by: where ``padded``, windows count what lies in the padding; or ``always`` the same number."""
+
+    padded: bool
+    always: Any
+
+
+def _number(lowering: Lowering, value: int) -> Instr:
+    return lowering.size(value, torch.int32)
+
+
+def _sum(lowering: Lowering, source: Operand, rows: Sequence[Place], columns: Sequence[Place],
+         share: Callable[[Instr, int, int], Instr]) -> Instr:
+    """The sum, row by row, of the elements at these places, each as ``share`` makes it of what is read there."""
+    total: Instr | None = None
+    for down, (row, row_counts) in enumerate(rows):
+        for along, (column, column_counts) in enumerate(columns):
+            value = share(take(lowering, source, row, column), down, along)
+            term = lowering.expr("tl.where({0} & {1}, {2}, 0.0)", row_counts, column_counts, value, dtype=value.dtype)
+            total = term if total is None else lowering.expr("{0} + {1}", total, term, dtype=value.dtype)
+    assert total is not None
+    return total
+
+
+def _checked(node: Node, name: str) -> tuple[dict[str, Any], Operand]:
+    """The arguments, and the tensor ``name`` of floats. Raises Unsupported."""
+    args = arguments(node)
+    source = operand_of(args[name])
+    if not source.layout.dtype.is_floating_point or len(node.writes) != 1:
+        raise Unsupported(f"no kernel for {node.target} of {str(source.layout.dtype).removeprefix('torch.')}")
+    return args, source
+
+
+# Windows of one size
+
+
+def lower_average_pool(node: Node) -> list[Part]:
+    """avg_pool2d: the windows' sums over how many elements each counts."""
+    args, source = _checked(node, "self")
+    axes = axes_of(args)
+    if axes[0].kernel * axes[1].kernel > MOST_TAPS:
+        raise Unsupported(f"a window of more than {MOST_TAPS} elements")
+    lowering = Lowering(node, node.writes[0].layout.size)
+    dims = (len(lowering.shape) - 2, len(lowering.shape) - 1)
+    extents = source.layout.size[-2:]
+    rows, columns = (taps(lowering, axis, dim, extent) for axis, dim, extent in zip(axes, dims, extents))
+    total = _sum(lowering, source, rows, columns, lambda value, *_: value)
+    counts = [_count(lowering, axis, lowering.coord(dim), lowering.shape[dim], extent, _rule(args))
+              for axis, dim, extent in zip(axes, dims, extents)]
+    lowering.write(0, _averaged(lowering, total, counts, _rule(args)))
+    return [lowering.part]
+
+
+def lower_average_pool_backward(node: Node) -> list[Part]:
+    """avg_pool2d_backward: the shares in the gradients of those windows that an element lies in."""
+    args, grad = _checked(node, "grad_output")
+    axes, rule = axes_of(args), _rule(args)
+    if axes[0].windows * axes[1].windows > MOST_WINDOWS:
+        raise Unsupported(f"elements that lie in more than {MOST_WINDOWS} windows")
+    lowering = Lowering(node, node.writes[0].layout.size)
+    rank, places, counts = len(lowering.shape), [], []
+    for axis, dim, extent, count in zip(axes, (rank - 2, rank - 1), lowering.shape[-2:], grad.layout.size[-2:]):
+        found = windows(lowering, axis, lowering.coord(dim))
+        places.append([(window, _holds(lowering, axis, window, lowering.coord(dim), count)) for window in found])
+        counts.append([_count(lowering, axis, window, count, extent, rule) for window in found])
+
+    def share(value: Instr, down: int, along: int) -> Instr:
+        return _averaged(lowering, value, [counts[0][down], counts[1][along]], rule)
+
+    lowering.write(0, _sum(lowering, grad, *places, share))
+    return [lowering.part]
+
+
+def _rule(args: dict[str, Any]) -> Rule:
+    return Rule(bool(args.get("count_include_pad", True)), args.get("divisor_override"))
+
+
+def _holds(lowering: Lowering, axis: Axis, window: Instr, place: Instr, count: int) -> Instr:
+    """Whether ``window`` is one, and reaches ``place``: the last that it may lie in begins so far before it at the most."""
+    found = inside(lowering, window, count)
+    if axis.kernel % axis.stride == 0:  # then every one of them reaches as far
+        return found
+    first, kernel = _first(lowering, axis, window), _number(lowering, axis.kernel)
+    reach = lowering.expr("({0} - {1} < {2})", place, first, kernel, dtype=torch.bool)
+    return lowering.expr("({0} & {1})", found, reach, dtype=torch.bool)
+
+
+def _first(lowering: Lowering, axis: Axis, window: Instr) -> Instr:
+    """Where a window begins."""
+    stride, padding = _number(lowering, axis.stride), _number(lowering, axis.padding)
+    return lowering.expr("{0} * {1} - {2}", window, stride, padding, dtype=torch.int32)
+
+
+def _count(lowering: Lowering, axis: Axis, window: Instr, results: int, extent: int, rule: Rule) -> Instr:
+    """How many elements of a window, one of ``results``, count along a dimension of ``extent``."""
+    if (results - 1) * axis.stride + axis.kernel <= extent + 2 * axis.padding and (rule.padded or axis.padding == 0):
+        return _number(lowering, axis.kernel)
+    first = _first(lowering, axis, window)
+    end = lowering.expr("tl.minimum({0} + {1}, {2})", first, _number(lowering, axis.kernel),
+                        _number(lowering, extent + axis.padding), dtype=torch.int32)
+    if rule.padded:
+        return lowering.expr("{0} - {1}", end, first, dtype=torch.int32)
+    return lowering.expr("tl.minimum({0}, {2}) - tl.maximum({1}, 0)", end, first, _number(lowering, extent), dtype=torch.int32)
+
+
+def _averaged(lowering: Lowering, total: Instr, counts: Sequence[Instr], rule: Rule) -> Instr:
+    if rule.always is not None:
+        return divide(lowering, total, lowering.read(rule.always, total.dtype))
+    count = lowering.expr("{0} * {1}", *counts, dtype=torch.int32)
+    return divide(lowering, total, lowering.cast(count, total.dtype))
+
+
+# Windows that cut a dimension in so many shares
+
+
+def lower_adaptive_pool(node: Node) -> list[Part]:
+    """_adaptive_avg_pool2d: averages of as many windows as there are results."""
+    _, source = _checked(node, "self")
+    lowering = Lowering(node, node.writes[0].layout.size)
+    rank, places, counts = len(lowering.shape), [], []
+    for dim, extent in zip((rank - 2, rank - 1), source.layout.size[-2:]):
+        begin, end = _share_of(lowering, lowering.coord(dim), extent, lowering.shape[dim])
+        places.append(_from(lowering, begin, end, _longest(extent, lowering.shape[dim]), MOST_TAPS))
+        counts.append(_held(lowering, "{1} - {0}", (begin, end), source))
+    if len(places[0]) * len(places[1]) > MOST_TAPS:
+        raise Unsupported(f"a window of more than {MOST_TAPS} elements")
+    total = _sum(lowering, source, *places, lambda value, *_: value)
+    lowering.write(0, divide(lowering, divide(lowering, total, counts[0]), counts[1]))
+    return [lowering.part]
+
+
+def lower_adaptive_pool_backward(node: Node) -> list[Part]:
+    """_adaptive_avg_pool2d_backward: the shares in the gradients of those windows that an element lies in."""
+    _, grad = _checked(node, "grad_output")
+    lowering = Lowering(node, node.writes[0].layout.size)
+    rank, places, counts = len(lowering.shape), [], []
+    for dim, results in zip((rank - 2, rank - 1), grad.layout.size[-2:]):
+        extent = lowering.shape[dim]
+        first, end = _share_of(lowering, lowering.coord(dim), results, extent)
+        found = _from(lowering, first, end, _longest(results, extent), MOST_WINDOWS)
+        spans = [_share_of(lowering, window, extent, results) for window, _ in found]
+        places.append(found)
+        counts.append([_held(lowering, "tl.maximum({1} - {0}, 1)", span, grad) for span in spans])
+    if len(places[0]) * len(places[1]) > MOST_WINDOWS:
+        raise Unsupported(f"elements that lie in more than {MOST_WINDOWS} windows")
+
+    def share(value: Instr, down: int, along: int) -> Instr:
+        return divide(lowering, divide(lowering, value, counts[1][along]), counts[0][down])
+
+    lowering.write(0, _sum(lowering, grad, *places, share))
+    return [lowering.part]
+
+
+def _held(lowering: Lowering, text: str, span: Place, source: Operand) -> Instr:
+    """A number of elements as what ``source`` is computed in."""
+    return lowering.cast(lowering.expr(text, *span, dtype=torch.int32), compute_dtype(source.layout.dtype))
+
+
+def _longest(extent: int, shares: int) -> int:
+    """How many elements the longest of ``shares`` of ``extent`` has; they overlap where it does not divide."""
+    return max(-(-(share + 1) * extent // shares) - share * extent // shares for share in range(shares))
+
+
+def _share_of(lowering: Lowering, share: Instr, extent: int, shares: int) -> Place:
+    """Where the share with this number begins and where it ends."""
+    numbers = share, _number(lowering, extent), _number(lowering, shares)
+    return (lowering.expr("{0} * {1} // {2}", *numbers, dtype=torch.int32),
+            lowering.expr("(({0} + 1) * {1} + {2} - 1) // {2}", *numbers, dtype=torch.int32))
+
+
+def _from(lowering: Lowering, begin: Instr, end: Instr, longest: int, most: int) -> list[Place]:
+    """``longest`` places from ``begin`` on, and whether each lies before ``end``. Raises Unsupported for more than ``most``."""
+    if longest > most:
+        raise Unsupported(f"windows of more than {most} elements")
+    places = [lowering.expr(f"{{0}} + {step}", begin, dtype=torch.int32) for step in range(longest)]
+    return [(place, lowering.expr("({0} < {1})", place, end, dtype=torch.bool)) for place in places]
+
+
+POOLS = {
+    "avg_pool2d": lower_average_pool, "avg_pool2d_backward": lower_average_pool_backward,
+    "_adaptive_avg_pool2d": lower_adaptive_pool, "_adaptive_avg_pool2d_backward": lower_adaptive_pool_backward,
+}
+"""Keyed by `ir_nodes.node.Node.name`."""

@@ -1,0 +1,137 @@
+"""Lowers resizing of images: nearest with its gradient, and bilinear. Imports torch, `ir_nodes` and codegen's lowering modules.
+
+Places are computed in float32, as ATen's kernels do, or results would be other elements at some sizes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+
+from codegen.expressions import Unsupported
+from codegen.instructions import Instr, Part
+from codegen.lowering import Lowering, arguments
+from codegen.pooling import MOST_WINDOWS
+from codegen.reductions import divide, operand_of
+from ir_nodes.node import Node, Operand
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_SCALES = {1: ("scales",), 2: ("scales_h", "scales_w"), 3: ("scales_d", "scales_h", "scales_w")}
+
+
+def _resized(node: Node, name: str) -> tuple[dict[str, Any], Operand, Lowering, list[tuple[int, int, int, Any]]]:
+    """Arguments, the tensor ``name``, a lowering over the result, and of each resized dimension its number, how many elements
+    there are, how many there will be, and the user's factor. Raises Unsupported."""
+    args = arguments(node)
+    source = operand_of(args[name])
+    if source.layout.dtype not in _FLOATS or len(node.writes) != 1:
+        raise Unsupported(f"resizing of {str(source.layout.dtype).removeprefix('torch.')}")
+    lowering = Lowering(node, node.writes[0].layout.size)
+    dims = range(2, len(lowering.shape))
+    factors = [args.get(factor) for factor in _SCALES[len(dims)]]
+    return args, source, lowering, [(dim, source.layout.size[dim], lowering.shape[dim], factor) for dim, factor in
+                                    zip(dims, factors)]
+
+
+def _step(lowering: Lowering, extent: int, results: int, factor: Any) -> Instr:
+    """How far neighbours of the result are apart among what there is: what the user's factor says, or the sizes."""
+    if factor is None:
+        return divide(lowering, lowering.size(extent), lowering.size(results))
+    given = lowering.read(factor, torch.float64)
+    return lowering.expr("(1.0 / {0}).to(tl.float32)", given, dtype=torch.float32)
+
+
+def lower_nearest(shift: float) -> Callable[[Node], list[Part]]:
+    """upsample_nearest and, with a ``shift`` of half an element, _upsample_nearest_exact: the element that each lies in."""
+
+    def lower(node: Node) -> list[Part]:
+        _, source, lowering, dims = _resized(node, "self")
+        places = {}
+        for dim, extent, results, factor in dims:
+            numbers = lowering.coord(dim), _step(lowering, extent, results, factor), lowering.size(extent - 1, torch.int32)
+            text = f"tl.minimum((({{0}}.to(tl.float32) + {shift}) * {{1}}).to(tl.int32), {{2}})"
+            places[dim] = lowering.expr(text, *numbers, dtype=torch.int32)
+        lowering.write(0, lowering.take_at(source, places))
+        return [lowering.part]
+
+    return lower
+
+
+def lower_nearest_backward(shift: float) -> Callable[[Node], list[Part]]:
+    """The sums of the gradients of all that took an element."""
+
+    def lower(node: Node) -> list[Part]:
+        _, grad, lowering, dims = _resized(node, "grad_output")
+        found = [_takers(lowering, dim, results, extent, factor, shift) for dim, results, extent, factor in dims]
+        sums: list[tuple[dict[int, Instr], list[Instr]]] = [({}, [])]
+        for (dim, *_), takers in zip(dims, found):
+            sums = [({**places, dim: place}, [*counts, count]) for places, counts in sums for place, count in takers]
+        if len(sums) > MOST_WINDOWS:
+            raise Unsupported(f"elements that more than {MOST_WINDOWS} others took")
+        total: Instr | None = None
+        for places, counts in sums:
+            value = lowering.take_at(grad, places)
+            text = f"tl.where({' & '.join(f'{{{number}}}' for number in range(1, len(counts) + 1))}, {{0}}, 0.0)"
+            term = lowering.expr(text, value, *counts, dtype=value.dtype)
+            total = term if total is None else lowering.expr("{0} + {1}", total, term, dtype=value.dtype)
+        assert total is not None
+        lowering.write(0, total)
+        return [lowering.part]
+
+    return lower
+
+
+def _takers(lowering: Lowering, dim: int, results: int, extent: int, factor: Any, shift: float) -> list[tuple[Instr, Instr]]:
+    """Along a dimension which of the ``results`` took an element, and whether each exists."""
+    if factor is None:
+        step = divide(lowering, lowering.size(results), lowering.size(extent))
+    else:
+        step = lowering.expr("{0}.to(tl.float32)", lowering.read(factor, torch.float64), dtype=torch.float32)
+    text = f"tl.minimum(tl.ceil(({{0}} + {{1}}).to(tl.float32) * {{2}} - {shift}).to(tl.int32), {{3}})"
+    begin, end = (lowering.expr(text, lowering.coord(dim), lowering.size(ahead, torch.int32), step,
+                                lowering.size(results, torch.int32), dtype=torch.int32) for ahead in (0, 1))
+    places = [lowering.expr(f"{{0}} + {number}", begin, dtype=torch.int32) for number in range(-(-(results + 1) // extent))]
+    return [(place, lowering.expr("({0} < {1})", place, end, dtype=torch.bool)) for place in places]
+
+
+def lower_bilinear(node: Node) -> list[Part]:
+    """upsample_bilinear2d: from the four elements around."""
+    args, source, lowering, dims = _resized(node, "self")
+    if len(dims) != 2:
+        raise Unsupported("an image of other than two dimensions")
+    rows, columns = (_around(lowering, *one, bool(args["align_corners"])) for one in dims)
+    mixed = []
+    for row in rows[:2]:
+        near, far = (lowering.take_at(source, {2: row, 3: column}) for column in columns[:2])
+        mixed.append(_mix(lowering, near, far, columns[2]))
+    lowering.write(0, _mix(lowering, *mixed, rows[2]))
+    return [lowering.part]
+
+
+def _mix(lowering: Lowering, near: Instr, far: Instr, share: Instr) -> Instr:
+    return lowering.expr("(1.0 - {2}) * {0} + {2} * {1}", near, far, share, dtype=near.dtype)
+
+
+def _around(lowering: Lowering, dim: int, extent: int, results: int, factor: Any, corners: bool) -> tuple[Instr, Instr, Instr]:
+    """Along a dimension the element before, the one behind, and the share of the latter."""
+    place = lowering.expr("{0}.to(tl.float32)", lowering.coord(dim), dtype=torch.float32)
+    if corners:
+        step = divide(lowering, lowering.size(extent - 1 if results > 1 else 0), lowering.size(max(results - 1, 1)))
+        place = lowering.expr("{0} * {1}", place, step, dtype=torch.float32)
+    else:
+        step = _step(lowering, extent, results, factor)
+        place = lowering.expr("tl.maximum({1} * ({0} + 0.5) - 0.5, 0.0)", place, step, dtype=torch.float32)
+    before = lowering.expr("{0}.to(tl.int32)", place, dtype=torch.int32)
+    behind = lowering.expr("tl.minimum({0} + 1, {1})", before, lowering.size(extent - 1, torch.int32), dtype=torch.int32)
+    return before, behind, lowering.expr("{0} - {1}.to(tl.float32)", place, before, dtype=torch.float32)
+
+
+RESIZES = {
+    **{f"upsample_nearest{rank}d": lower_nearest(0.0) for rank in (1, 2, 3)},
+    **{f"_upsample_nearest_exact{rank}d": lower_nearest(0.5) for rank in (1, 2, 3)},
+    **{f"upsample_nearest{rank}d_backward": lower_nearest_backward(0.0) for rank in (1, 2, 3)},
+    **{f"_upsample_nearest_exact{rank}d_backward": lower_nearest_backward(0.5) for rank in (1, 2, 3)},
+    "upsample_bilinear2d": lower_bilinear,
+}
+"""Keyed by `ir_nodes.node.Node.name`."""

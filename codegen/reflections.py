@@ -1,0 +1,84 @@
+"""Lowers padding with what lies at the edges: mirrored, with its gradient, or repeated. Imports torch, `ir_nodes` and codegen's
+lowering modules."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+
+from codegen.expressions import Unsupported
+from codegen.instructions import Instr, Part
+from codegen.lowering import Lowering, arguments
+from codegen.reductions import operand_of
+from ir_nodes.node import Node
+
+_MIRRORED = "{1} - tl.abs({1} - tl.abs({0} - {2}))"
+_REPEATED = "tl.minimum(tl.maximum({0} - {2}, 0), {1})"
+"""Of the element at a padded place: place, last element, how many are before the first."""
+
+
+def _widths(args: dict[str, Any], rank: int) -> dict[int, tuple[int, int]]:
+    """For each padded dimension how many elements come before and behind; the argument begins with the last dimension."""
+    padding = args["padding"]
+    return {rank - 1 - number: (padding[2 * number], padding[2 * number + 1]) for number in range(len(padding) // 2)}
+
+
+def _lower(text: str) -> Callable[[Node], list[Part]]:
+    def lower(node: Node) -> list[Part]:
+        args = arguments(node)
+        source, lowering = operand_of(args["self"]), Lowering(node, node.writes[0].layout.size)
+        places = {}
+        for dim, (before, _) in _widths(args, len(lowering.shape)).items():
+            numbers = (lowering.size(number, torch.int32) for number in (source.layout.size[dim] - 1, before))
+            places[dim] = lowering.expr(text, lowering.coord(dim), *numbers, dtype=torch.int32)
+        lowering.write(0, lowering.take_at(source, places))
+        return [lowering.part]
+
+    return lower
+
+
+def lower_reflection_backward(node: Node) -> list[Part]:
+    """The gradient of an element and of its mirrored images."""
+    args = arguments(node)
+    grad, lowering = operand_of(args["grad_output"]), Lowering(node, node.writes[0].layout.size)
+    chosen: list[tuple[dict[int, Instr], list[Instr]]] = [({}, [])]
+    for dim, widths in _widths(args, len(lowering.shape)).items():
+        images = _images(lowering, dim, *widths)
+        chosen = [({**places, dim: place}, [*counts, *count]) for places, counts in chosen for place, count in images]
+    total: Instr | None = None
+    for places, counts in chosen:
+        term = lowering.take_at(grad, places)
+        if counts:
+            text = f"tl.where({' & '.join(f'{{{number}}}' for number in range(1, len(counts) + 1))}, {{0}}, 0.0)"
+            term = lowering.expr(text, term, *counts, dtype=term.dtype)
+        total = term if total is None else lowering.expr("{0} + {1}", total, term, dtype=term.dtype)
+    assert total is not None
+    lowering.write(0, total)
+    return [lowering.part]
+
+
+def _images(lowering: Lowering, dim: int, before: int, behind: int) -> list[tuple[Instr, list[Instr]]]:
+    """Along a dimension where an element went: to its place, and beyond an edge that it is near to."""
+    if before < 0 or behind < 0:
+        raise Unsupported("padding that cuts elements off")
+    place, last = lowering.coord(dim), lowering.shape[dim] - 1
+    first = lowering.size(before, torch.int32)
+    images = [(lowering.expr("{0} + {1}", place, first, dtype=torch.int32), list[Instr]())]
+    if before:
+        near = lowering.expr("(({0} >= 1) & ({0} <= {1}))", place, first, dtype=torch.bool)
+        images.append((lowering.expr("{1} - {0}", place, first, dtype=torch.int32), [near]))
+    if behind:
+        ends = (lowering.size(last - behind, torch.int32), lowering.size(last - 1, torch.int32))
+        near = lowering.expr("(({0} >= {1}) & ({0} <= {2}))", place, *ends, dtype=torch.bool)
+        mirror = lowering.size(2 * last + before, torch.int32)
+        images.append((lowering.expr("{1} - {0}", place, mirror, dtype=torch.int32), [near]))
+    return images
+
+
+PADS = {
+    **{f"reflection_pad{rank}d": _lower(_MIRRORED) for rank in (1, 2, 3)},
+    **{f"replication_pad{rank}d": _lower(_REPEATED) for rank in (1, 2, 3)},
+    **{f"reflection_pad{rank}d_backward": lower_reflection_backward for rank in (1, 2, 3)},
+}
+"""Keyed by `ir_nodes.node.Node.name`."""

@@ -1,0 +1,123 @@
+"""Average pooling, interpolation, padding at edges and pixel shuffles as kernels: numbers as eager mode's."""
+
+from __future__ import annotations
+
+from typing import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import check, record
+
+from codegen.fuse import lower_all
+
+Tensor = torch.Tensor
+
+
+def image(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(sum(size))).to(dtype)
+
+
+def with_gradient(program: Callable[[Tensor], Tensor]) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """The program's result, and its gradient where each result counts differently."""
+
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.detach().requires_grad_()
+        result = program(x)
+        weights = torch.arange(result.numel()).remainder(7).to(result.dtype).view(result.shape)
+        return result.detach(), torch.autograd.grad(result, x, weights)[0]
+
+    return both
+
+
+POOLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "halves": lambda x: F.avg_pool2d(x, 2),
+    "overlapping": lambda x: F.avg_pool2d(x, 3, 2),
+    "padded": lambda x: F.avg_pool2d(x, 3, 2, 1),
+    "padding does not count": lambda x: F.avg_pool2d(x, (3, 2), (2, 1), 1, count_include_pad=False),
+    "rounded up": lambda x: F.avg_pool2d(x, 3, 2, 1, ceil_mode=True),
+    "rounded up, padding does not count": lambda x: F.avg_pool2d(x, 2, 2, 1, ceil_mode=True, count_include_pad=False),
+    "with gaps": lambda x: F.avg_pool2d(x, 2, 3),
+    "by a number": lambda x: F.avg_pool2d(x, 3, 1, divisor_override=5),
+    "adaptive": lambda x: F.adaptive_avg_pool2d(x, (3, 2)),
+    "adaptive, whole shares": lambda x: F.adaptive_avg_pool2d(x, (9, 5)),
+    "adaptive, more than there are": lambda x: F.adaptive_avg_pool2d(x, (11, 13)),
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_average_pools(name: str) -> None:
+    check(with_gradient(POOLS[name]), image(2, 3, 9, 10), rtol=1e-5, atol=1e-6)
+
+
+def test_average_pools_of_other_images() -> None:
+    check(with_gradient(POOLS["padded"]), image(3, 9, 7), rtol=1e-5, atol=1e-6)  # no batch
+    check(with_gradient(POOLS["padded"]), image(2, 8, 9, 7).to(memory_format=torch.channels_last), rtol=1e-5, atol=1e-6)
+    check(with_gradient(POOLS["adaptive"]), image(3, 9, 7, dtype=torch.float64))
+    check(lambda x: F.avg_pool2d(x, 2).relu() + 1, image(2, 3, 8, 8, dtype=torch.bfloat16), count=1, rtol=1e-2, atol=1e-2)
+    check(lambda x: F.avg_pool1d(x, 3, 2), image(4, 3, 33), rtol=1e-5, atol=1e-6)
+
+
+NEAREST: dict[str, Callable[[Tensor], Tensor]] = {
+    "twice": lambda x: F.interpolate(x, scale_factor=2),
+    "a half": lambda x: F.interpolate(x, scale_factor=0.5),
+    "odd sizes": lambda x: F.interpolate(x, (13, 17)),
+    "one and a half": lambda x: F.interpolate(x, scale_factor=1.5),
+    "smaller": lambda x: F.interpolate(x, (4, 3)),
+    "exact": lambda x: F.interpolate(x, (13, 4), mode="nearest-exact"),
+    "exact, by a factor": lambda x: F.interpolate(x, scale_factor=1.7, mode="nearest-exact"),
+}
+
+
+@pytest.mark.parametrize("name", NEAREST)
+def test_nearest(name: str) -> None:
+    check(with_gradient(NEAREST[name]), image(2, 3, 9, 10), rtol=1e-5, atol=1e-5)
+
+
+def test_nearest_of_other_ranks() -> None:
+    check(with_gradient(lambda x: F.interpolate(x, scale_factor=2)), image(2, 3, 9), rtol=1e-5, atol=1e-5)
+    check(with_gradient(lambda x: F.interpolate(x, (4, 5, 9))), image(1, 2, 3, 4, 5), rtol=1e-5, atol=1e-5)
+    check(lambda x: F.interpolate(x, scale_factor=2).relu() + 1, image(2, 4, 5, 6, dtype=torch.float16), count=1)
+    check(with_gradient(NEAREST["twice"]), image(2, 8, 5, 6).to(memory_format=torch.channels_last), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("corners", [False, True])
+@pytest.mark.parametrize("size", [(18, 20), (13, 4), (1, 1), (9, 10)])
+def test_bilinear(corners: bool, size: tuple[int, int]) -> None:
+    check(lambda x: F.interpolate(x, size, mode="bilinear", align_corners=corners), image(2, 3, 9, 10), count=1,
+          rtol=1e-5, atol=1e-5)
+
+
+def test_bilinear_by_a_factor() -> None:
+    check(lambda x: F.interpolate(x, scale_factor=1.7, mode="bilinear"), image(2, 3, 9, 10), count=1, rtol=1e-5, atol=1e-5)
+    check(lambda x: F.interpolate(x, scale_factor=2, mode="bilinear") * 2, image(2, 3, 5, 6, dtype=torch.bfloat16), count=1,
+          rtol=2e-2, atol=2e-2)
+
+
+def test_padding_at_edges() -> None:
+    for mode in ("reflect", "replicate"):
+        check(lambda x, mode=mode: F.pad(x, (2, 3, 1, 4), mode=mode), image(2, 3, 6, 7), count=1)
+        check(lambda x, mode=mode: F.pad(x, (3, 1), mode=mode) * 2, image(3, 7), count=1)
+        check(lambda x, mode=mode: F.pad(x, (1, 1, 0, 2, 1, 1), mode=mode), image(2, 2, 3, 4, 5), count=1)
+    check(with_gradient(lambda x: F.pad(x, (2, 3, 1, 4), mode="reflect")), image(2, 3, 6, 7), rtol=1e-5, atol=1e-5)
+    check(with_gradient(lambda x: F.pad(x, (6, 0), mode="reflect")), image(3, 7), rtol=1e-5, atol=1e-5)
+    check(with_gradient(lambda x: F.pad(x, (2, 2, 2, 2), mode="reflect")), image(1, 3, 3), rtol=1e-5, atol=1e-5)
+
+
+def test_pixel_shuffles() -> None:
+    check(with_gradient(lambda x: F.pixel_shuffle(x, 2)), image(2, 8, 3, 5))
+    check(with_gradient(lambda x: F.pixel_unshuffle(x, 3)), image(2, 6, 9), extern=0)
+    check(lambda x: F.pixel_shuffle(x.relu(), 2) + 1, image(2, 3, 8, 4, 6, dtype=torch.bfloat16), count=1)
+    check(lambda x: F.pixel_shuffle(x, 2), image(2, 8, 3, 5).to(memory_format=torch.channels_last))
+
+
+@pytest.mark.parametrize(("program", "why"), [
+    (lambda x: F.avg_pool2d(x, 6), "a window of more than 25 elements"),
+    (lambda x: with_gradient(lambda x: F.avg_pool2d(x, 5, 1))(x), "elements that lie in more than 16 windows"),
+    (lambda x: F.adaptive_avg_pool2d(x, (2, 1)), "a window of more than 25 elements"),
+    (lambda x: with_gradient(lambda x: F.interpolate(x, scale_factor=5))(x), "elements that more than 16 others took"),
+    (lambda x: F.interpolate(x.double(), scale_factor=2), "resizing of float64"),
+], ids=["window", "gradient", "adaptive", "nearest", "float64"])
+def test_what_is_atens(program: Callable[[Tensor], Tensor], why: str) -> None:
+    recording, _ = record(program, image(1, 2, 8, 8))
+    assert why in " ".join(unit.reason for unit in lower_all(recording.graph))
