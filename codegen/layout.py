@@ -19,7 +19,7 @@ from codegen.instructions import FULL
 from codegen.pointwise_layout import pointwise_tile
 from codegen.product import Product
 from codegen.row_blocks import neighbours, row_block, tile_of_rows, warps_resident
-from codegen.row_traits import lanes_needed, loads, makes_gradient, narrow, slow, sums_only
+from codegen.row_traits import fitting, lanes_needed, loads, makes_gradient, narrow, slow, sums_only
 from codegen.shares import evenly, steps_ahead, walked_by
 from codegen.strips import registers_held, strip_of, strip_warps, strips_of, walking
 from codegen.tile import Axis, Strides, Tile, addressed, warps_for
@@ -132,7 +132,10 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
     if cached is not None:
         return cached
     lane = lane if looped or block_x > tuning.narrow_width else _lane_held(body, tuning, lane, -(-body.kept // block_x))
-    warps = strip_warps(body, block_r, lane) if strips else warps_for(block_x * block_r, lane, 32)
+    fits = fitting(body, lane)
+    if looped and fits < lane:  # as many threads
+        block_r = max(block_r * fits // lane, 1)
+    warps = strip_warps(body, block_r, fits) if strips else warps_for(block_x * block_r, fits, 32)
     if looped and not column and not share and warps_resident(body, tuning) > warps:
         warps = warps_resident(body, tuning)
         step = warps * 32 * tuning.rewalked_bytes // ((2 if narrow(body) else 4) * (4 if extent % KNOWN else 1))
@@ -196,7 +199,7 @@ def mixed_blocks(body: Body, tuning: Tuning) -> MixedBlocks:
     along = power_of_two(lanes_needed(body))
     tile = tuning.mixed_tile * (2 if along == tuning.mixed_tile else 1)  # measured: two rows of it are faster than one
     down = min(max(tile // along, 1), power_of_two(body.kept))
-    warps = warps_for(down * along, tuning.wide_lane if held <= 4 else tuning.lane)
+    warps = warps_for(down * along, fitting(body, tuning.wide_lane if held <= 4 else tuning.lane))
     programs = tuning.cores * max((8 if held > 2 else 16) // warps, 1)
     return MixedBlocks(down, along, warps, 0, *walked_by(body, tuning, down, programs))
 

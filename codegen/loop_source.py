@@ -39,11 +39,11 @@ class LoopWriter(WordWriter):
         return sums
 
     def _begin(self, reduces: list[Step]) -> None:
-        """Accumulators: one a lane; of a maximum that sums are relative to, one a result, or they both one for neighbours."""
+        """Accumulators: one a lane; of a row's maximum that sums are relative to, one, or they both one for neighbours."""
         shared = {id(step.args[1]) for step in reduces if step.text == ONLINE}
         for step in reduces:
             how = "add" if step.text == ONLINE else step.text
-            shape = "[B0, B1]" if id(step) not in shared else "[B0, 1]" if self.tile.reduced_axis == 1 else "[1, B1]"
+            shape = "[B0, 1]" if id(step) in shared and self.tile.reduced_axis == 1 else "[B0, B1]"
             if self.tile.near and (step.text == ONLINE or id(step) in shared):
                 shape = f"[B0, B1 // {self.tile.near}]"
             self._line(f"{self._name(step)}_acc = tl.full({shape}, {identity(how, step.dtype)}, {TRITON_TYPES[step.dtype]})")
@@ -98,12 +98,13 @@ class LoopWriter(WordWriter):
         name = self._name(step)
         self._emitted.add(id(step))
         how = "add" if step.text == ONLINE else step.text
-        if self.tile.near and step in sums:
-            for line in end_lines(name, sums[step], self.tile.walk is not None):
+        lanes = self.tile.near or axis == 0  # have their own maxima
+        if lanes and step in sums:
+            for line in end_lines(name, sums[step], self.tile.walk is not None, axis):
                 self._line(line)
         elif step in sums:
             self._line(f"{name} = {name}_acc")
-        elif not (self.tile.near and step.text == ONLINE):
+        elif not (lanes and step.text == ONLINE):
             self._line(f"{name} = tl.reduce({name}_acc, {axis}, _{how}, keep_dims=True)")
 
     def _slice(self, sinks: list[Step]) -> set[int]:

@@ -54,8 +54,18 @@ def loop_lines(highest: str, value: str, sums: dict[str, str], axis: int, lane: 
     """One block's share: updates the row's maximum ``{highest}_acc`` and the lanes' ``sums`` (name: exponential) by ``value``.
 
     ``value`` is -inf where masked. One maximum a block, not one a lane, spares every element its second exponential. With
-    ``lane`` there is one for so many neighbours, all of a thread: its threads need not wait for one another in each block.
+    ``lane`` there is one for so many neighbours, all of a thread: its threads need not wait for one another in each block. Of a
+    column (``axis`` 0) each lane has its own, for its neighbours are of other columns.
     """
+    if axis == 0:
+        return [
+            f"{highest}_in = {value}",
+            f"{highest}_new = tl.maximum({highest}_acc, {highest}_in, propagate_nan=tl.PropagateNan.ALL)",
+            f'{highest}_base = tl.where({highest}_new == float("-inf"), 0.0, {highest}_new)',
+            *(f"{name}_acc = {name}_acc * {exp}({highest}_acc - {highest}_base) + {exp}({highest}_in - {highest}_base)"
+              for name, exp in sums.items()),
+            f"{highest}_acc = {highest}_new",
+        ]
     if lane:
         return [
             f"{highest}_in = tl.reshape({value}, [B0, B1 // {lane}, {lane}])",
@@ -77,10 +87,10 @@ def loop_lines(highest: str, value: str, sums: dict[str, str], axis: int, lane: 
     ]
 
 
-def end_lines(highest: str, sums: dict[str, str], alone: bool) -> list[str]:
-    """The row's maximum, and its sums, from those of neighbours; as plain numbers where a program has one row ``alone``: they
-    have no layout that what is computed with them would follow."""
-    over = "None, {0}" if alone else "1, {0}, keep_dims=True"
+def end_lines(highest: str, sums: dict[str, str], alone: bool, axis: int = 1) -> list[str]:
+    """The row's maximum, and its sums, from those of neighbours or lanes; as plain numbers where a program has one row ``alone``:
+    they have no layout that what is computed with them would follow."""
+    over = "None, {0}" if alone else f"{axis}, {{0}}, keep_dims=True"
     return [
         f"{highest} = tl.reduce({highest}_acc, {over.format('_max')})",
         f'{highest}_base = tl.where({highest} == float("-inf"), 0.0, {highest})',

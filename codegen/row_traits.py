@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
-from codegen.body import Body
+from codegen.body import Body, Step
 from codegen.instructions import FULL, KEPT
 from codegen.online import pairs
 from codegen.tuning import Tuning
+
+HELD, FEWEST_HELD = 128, 4
+"""Values of a thread beyond which its elements are fewer, and how many it has at least: of more, ptxas spills, or programs have so
+many registers that few of them run at a time. On an H200, a sum beside 35 steps in bfloat16: @@ us, with 32 elements each
+@@."""
 
 
 def narrow(body: Body) -> bool:
@@ -57,6 +63,28 @@ def makes_gradient(body: Body) -> bool:
     """Does it leave both a number of each row's exponentials, a loss, and results for all elements, its gradient?"""
     late = {step.level for step in body.steps if step.stage == "store" and step.phase}
     return {KEPT, FULL} <= late and any(pairs(body))
+
+
+def alive(body: Body) -> int:
+    """How many values of an element are held at a time, where results are stored last and sums are held throughout."""
+    last: dict[Step, int] = {}
+    for number, step in enumerate(body.steps):
+        last.update((arg, number) for arg in step.args if arg.level == FULL and arg.stage != "reduce")
+    ends = Counter(last.values())
+    now, most = reductions(body), 0
+    for number, step in enumerate(body.steps):
+        now += step in last
+        most = max(most, now)
+        now -= ends[number]
+    return most
+
+
+def fitting(body: Body, lane: int) -> int:
+    """Elements per thread, ``lane`` or fewer, whose values its registers hold."""
+    held = alive(body)
+    while lane > FEWEST_HELD and lane * held > HELD:
+        lane //= 2
+    return lane
 
 
 def lanes_needed(body: Body) -> int:
