@@ -70,16 +70,19 @@ class IndexWriter:
             if not self.tile.strips:
                 self._index(1, "")
             return
-        kept = 1 - reduced
-        if self.tile.share:
+        kept, outer = 1 - reduced, self.tile.axes[2] is not None
+        if outer or self.tile.share:
             self._line(f"across = ({self._extent(kept)} + B{kept} - 1) // B{kept}")
-            self._line("share = pid // across")
-            self._index(kept, f"(pid % across) * B{kept}")
-            chunk = self.arguments.size("share_extent", self.tile.share)
-            self._line(f"begin = share * {chunk}")
-            self._line(f"end = tl.minimum(begin + {chunk}, {self._extent(reduced)})")
+        if outer:
+            self._line("i2 = pid // across" + (f" % {self._extent(2)}" if self.tile.share else ""))
+            self._split(2)
+        if self.tile.share:
+            self._line("share = pid // " + (f"(across * {self._extent(2)})" if outer else "across"))
+        self._index(kept, f"(pid % across) * B{kept}" if outer or self.tile.share else f"pid * B{kept}")
+        if self.tile.share:
+            self._line(f"begin = share * {self.arguments.size('share_extent', self.tile.share)}")
+            self._line(f"end = tl.minimum(begin + share_extent, {self._extent(reduced)})")
             return
-        self._index(kept, f"pid * B{kept}")
         self._align("pid")
         if not self.tile.looped and not self.tile.strips:
             self._index(reduced, "")
@@ -139,9 +142,6 @@ class IndexWriter:
             stride = self.arguments.stride(self.tile.row)
             self._line(f"shift = ({row} * {stride}) % {self.tile.peel}  # rows start off 16-byte boundaries")
             self._line(f"base = (i0 * {stride}) // {self.tile.peel} * {self.tile.peel}")
-
-    def _shifted(self, sign: str) -> str:
-        return f"{sign}shift" if self.tile.peel > 1 else ""
 
     def _index(self, number: int, start: str, end: str = "") -> None:
         """Define the axis's index, its mask and the index along each of its dimensions."""

@@ -8,8 +8,9 @@ row are long enough for the memory. Where columns are so few that such pieces wo
 from __future__ import annotations
 
 import math
+from typing import Sequence
 
-from codegen.aligned import in_a_vector
+from codegen.aligned import KNOWN, in_a_vector
 from codegen.body import Body
 from codegen.instructions import FULL
 from codegen.row_blocks import loop_lane
@@ -19,6 +20,9 @@ from codegen.tuning import Tuning, power_of_two, snug_block
 
 HELD = 64
 """Elements of its columns that a thread holds at a time, half as many where several operands are read."""
+
+NARROWEST = 16
+"""Columns of a program at least."""
 
 
 def column_width(body: Body, tuning: Tuning, split: bool) -> int:
@@ -32,7 +36,7 @@ def column_width(body: Body, tuning: Tuning, split: bool) -> int:
     while split and width > least and -(-body.kept // width) * sharing < tuning.programs:
         width //= 2
     enough = tuning.programs if body.kept % 8 == 0 else 2 * tuning.cores
-    while not split and width > 16 and -(-body.kept // width) < (enough if width > least else tuning.cores):
+    while not split and width > NARROWEST and -(-body.kept // width) < (enough if width > least else tuning.cores):
         width //= 2
     return width
 
@@ -47,6 +51,27 @@ def column_blocks(body: Body, tuning: Tuning, split: bool) -> tuple[int, int, bo
     if split or extent > (_held(body) if along else 4 * tuning.column_tile // width):
         return min(extent, rows), width, True, loop_lane(body, tuning)
     return extent, width, False, extent * vector if along else tuning.lane
+
+
+def runs_apart(dims: Sequence[int], strides: Strides, kept: Sequence[int], block: int) -> tuple[int, int]:
+    """Of how many of the ``kept`` dimensions, the outer ones, a program takes one index, so that the others are a run in memory,
+    and the block of it, ``block`` or narrower: an index that is split off in each element does not tell the compiler how they
+    lie, who then loads one here and one there. (0, ``block``) where it knows, or where blocks would be much longer than runs."""
+    runs = len(kept) - 1
+    while runs > 0 and all(one[kept[runs - 1]] == one[kept[runs]] * dims[kept[runs]] for one in strides.values()):
+        runs -= 1
+    along = math.prod(dims[dim] for dim in kept[runs:])
+    if runs <= 0 or along % KNOWN == 0:
+        return 0, block
+    narrower = min(block, power_of_two(along))
+    while narrower > NARROWEST and _wasted(along, narrower):
+        narrower //= 2
+    return (0, block) if _wasted(along, narrower) else (runs, narrower)
+
+
+def _wasted(along: int, block: int) -> bool:
+    """Would more than a quarter of the threads have nothing to do?"""
+    return -(-along // block) * block * 3 > along * 4
 
 
 def moves_much(body: Body) -> bool:

@@ -180,4 +180,4 @@ def _programs(tile: Tile) -> int:
         counts[1] = -(-(tile.axes[1].extent + over) // tile.axes[1].block)
     if tile.reduced_axis is None:
         return counts[0] * counts[1] * counts[2]
-    return (1 if tile.mixed else counts[1 - tile.reduced_axis]) * max(tile.shares, 1) * tile.cluster
+    return (1 if tile.mixed else counts[1 - tile.reduced_axis]) * counts[2] * max(tile.shares, 1) * tile.cluster

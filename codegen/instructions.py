@@ -216,6 +216,7 @@ def _work(instr: Instr) -> int:
     """A quick function takes few instructions, one that is exact everywhere tens."""
     text = instr.text if instr.kind == "expr" else ""
     calls, fast, powers = (text.count(f"libdevice.{name}") for name in ("", "fast_", "exp("))
+    calls += text.count("_pow")
     return 1 + 40 * (calls - fast - powers) + 4 * fast + 10 * (powers + text.count("_rn("))
 
 

@@ -14,7 +14,7 @@ from codegen import forms
 from codegen.aligned import KNOWN, cover, end_in_vectors, in_vectors, peel, row_stride
 from codegen.body import Body, Step, reduced_flags
 from codegen.cached_rows import way_through
-from codegen.columns import along_kept, column_blocks
+from codegen.columns import along_kept, column_blocks, runs_apart
 from codegen.instructions import FULL
 from codegen.pointwise_layout import pointwise_tile
 from codegen.product import Product
@@ -125,6 +125,7 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
         block_r, looped, lane = row_block(body, tuning, looped)
         strips = 0 if looped else strips_of(body, block_r)
         block_x = 1 if looped or strips else min(max(tile_of_rows(body, tuning, block_r) // block_r, 1), power_of_two(body.kept))
+    runs, block_x = runs_apart(dims, strides, kept, block_x) if column else (0, block_x)
     if tuning.walks and not (looped or column or share) and body.kept >= tuning.walks and body.extent <= tuning.mixed_row:
         return _mixed(body, dims, strides, (kept, gone), tuning)
     one_row = (Axis(kept, body.kept, 1), Axis(gone, extent, 1), None)
@@ -132,7 +133,7 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
     if cached is not None:
         return cached
     lane = lane if looped or block_x > tuning.narrow_width else _lane_held(body, tuning, lane, -(-body.kept // block_x))
-    fits = fitting(body, lane)
+    fits = fitting(body, lane, looped)
     if looped and fits < lane:  # as many threads
         block_r = max(block_r * fits // lane, 1)
     warps = strip_warps(body, block_r, fits) if strips else warps_for(block_x * block_r, fits, 32)
@@ -140,8 +141,11 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
         warps = warps_resident(body, tuning)
         step = warps * 32 * tuning.rewalked_bytes // ((2 if narrow(body) else 4) * (4 if extent % KNOWN else 1))
         block_r = min(step if makes_gradient(body) else max(block_r, step), power_of_two(extent))
-    axis_x, axis_r = Axis(kept, body.kept, block_x), Axis(gone, extent, block_r)
-    axes = (axis_r, axis_x, None) if column else (axis_x, axis_r, None)
+    axis_x, axis_r, outer = Axis(kept, body.kept, block_x), Axis(gone, extent, block_r), None
+    if runs:
+        along = math.prod(dims[dim] for dim in kept[runs:])
+        axis_x, outer = Axis(kept[runs:], along, block_x), Axis(kept[:runs], body.kept // along, 1)
+    axes = (axis_r, axis_x, outer) if column else (axis_x, axis_r, None)
     stages = 1
     if looped and not 0 < share <= 2 * block_r:
         least, sharing = tuning.stages + (column and narrow(body)), 0
@@ -199,7 +203,7 @@ def mixed_blocks(body: Body, tuning: Tuning) -> MixedBlocks:
     along = power_of_two(lanes_needed(body))
     tile = tuning.mixed_tile * (2 if along == tuning.mixed_tile else 1)  # measured: two rows of it are faster than one
     down = min(max(tile // along, 1), power_of_two(body.kept))
-    warps = warps_for(down * along, fitting(body, tuning.wide_lane if held <= 4 else tuning.lane))
+    warps = warps_for(down * along, tuning.wide_lane if held <= 4 else tuning.lane)
     programs = tuning.cores * max((8 if held > 2 else 16) // warps, 1)
     return MixedBlocks(down, along, warps, 0, *walked_by(body, tuning, down, programs))
 

@@ -10,10 +10,12 @@ from codegen.instructions import FULL, KEPT
 from codegen.online import pairs
 from codegen.tuning import Tuning
 
-HELD, FEWEST_HELD = 128, 4
-"""Values of a thread beyond which its elements are fewer, and how many it has at least: of more, ptxas spills, or programs have so
-many registers that few of them run at a time. On an H200, a sum beside 35 steps in bfloat16: @@ us, with 32 elements each
-@@."""
+HELD, FEWEST_HELD = 160, 4
+"""Values of a thread beyond which its elements are fewer, and how many it has at least: of more, ptxas spills, or they take so
+many registers that few run at a time. On an H200 a program of some 140 ops takes 89 us; with 32 elements each, 152."""
+
+MANY_STEPS = 32
+"""Steps for each element of rows that registers hold, from which on that counts: of fewer, ptxas finds an order."""
 
 
 def narrow(body: Body) -> bool:
@@ -79,8 +81,10 @@ def alive(body: Body) -> int:
     return most
 
 
-def fitting(body: Body, lane: int) -> int:
+def fitting(body: Body, lane: int, looped: bool) -> int:
     """Elements per thread, ``lane`` or fewer, whose values its registers hold."""
+    if not looped and sum(step.level == FULL for step in body.steps) < MANY_STEPS:
+        return lane
     held = alive(body)
     while lane > FEWEST_HELD and lane * held > HELD:
         lane //= 2

@@ -2,7 +2,8 @@
 codegen's lowering modules.
 
 Where several numbers go to one place, which of them stays is left open, and the order of sums differs from run to run, as in
-ATen's kernels, which round 16-bit sums after each number, too.
+ATen's kernels, which round 16-bit sums after each number, too. GPUs add 16-bit numbers several at a time, and one by one in a
+loop that waits for its turn: only rows that lie on boundaries are added here.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from codegen.aligned import KNOWN
 from codegen.expressions import Unsupported
 from codegen.indexing import check_order, index_of, spread, without
 from codegen.instructions import Instr, Part
@@ -62,6 +64,8 @@ def _into(node: Node, args: dict[str, Any], lowering: Lowering, index: Operand, 
     write = node.writes[0]
     if adds:
         check_order(write.layout.dtype, _SUMMED)
+        if write.layout.dtype in HALF and not (node.name.startswith("index_add") and _in_whole_rows(write.layout, args["dim"])):
+            raise Unsupported("16-bit sums at single places")
     dim = args["dim"] % len(write.layout.size)
     at = index_of(lowering, index, seen, write.layout.size[dim])
     rest = without(replace(write.layout, size=lowering.shape), (dim,))
@@ -69,6 +73,14 @@ def _into(node: Node, args: dict[str, Any], lowering: Lowering, index: Operand, 
     lowering.put(write.value, rest, [(at, write.layout.stride[dim], write.layout.size[dim])], value, "add" if adds else "set")
     lowering.part.after = (before,)
     return [*parts, lowering.part]
+
+
+def _in_whole_rows(layout: Layout, dim: int) -> bool:
+    """Are rows of whole vectors, each of which begins on a boundary, indexed along ``dim``?"""
+    rest = [(size, stride) for at, (size, stride) in enumerate(zip(layout.size, layout.stride)) if at != dim % len(layout.size)]
+    starts = [stride for size, stride in rest if size > 1 and stride != 1]
+    along = any(stride == 1 and size % KNOWN == 0 for size, stride in rest)
+    return along and not any(stride % KNOWN for stride in (*starts, layout.stride[dim], layout.offset))
 
 
 def _what_there_was(node: Node, source: Operand) -> tuple[Value, list[Part]]:

@@ -279,7 +279,8 @@ class InstructionWriter(BitWriter):
         offset, mask = self._place(step)
         if step.partial:
             share, axis = ("pid", 1) if step.across else ("share", self._kept_axis())
-            offset = f"{share} * {self._extent(axis)} + {offset}"
+            apart = f" * {self._extent(2)}" if self.tile.axes[2] is not None else ""
+            offset = f"{share} * {self._extent(axis)}{apart} + {offset}"
         value = step.args[0]
         where = f"{self._pointer(step)} + {offset}" if offset else self._pointer(step)
         if offset in ("base + at", "base + i1") and not self._inside:

@@ -91,7 +91,8 @@ class SourceWriter(ClusterWriter):
         elif self.tile.share and self.tile.peel:
             self._line("last = begin + tl.maximum(end - begin - 1, 0) // B1 * B1")  # some programs may have no summands
         elif self.tile.peel:
-            self._line(f"last = ({self._extent(1)}{self._shifted(' + ')} - 1) // B1 * B1")
+            shift = " + shift" if self.tile.peel > 1 else ""
+            self._line(f"last = ({self._extent(1)}{shift} - 1) // B1 * B1")
         cached = self.tile.walk is not None and not self._several()
         if cached:
             self._outer(0, [])
