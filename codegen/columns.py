@@ -61,7 +61,7 @@ def runs_apart(dims: Sequence[int], strides: Strides, kept: Sequence[int], block
     while runs > 0 and all(one[kept[runs - 1]] == one[kept[runs]] * dims[kept[runs]] for one in strides.values()):
         runs -= 1
     along = math.prod(dims[dim] for dim in kept[runs:])
-    if runs <= 0 or along % KNOWN == 0:
+    if runs <= 0 or along < NARROWEST or along % KNOWN == 0:
         return 0, block
     narrower = min(block, power_of_two(along))
     while narrower > NARROWEST and _wasted(along, narrower):

@@ -133,7 +133,7 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
     if cached is not None:
         return cached
     lane = lane if looped or block_x > tuning.narrow_width else _lane_held(body, tuning, lane, -(-body.kept // block_x))
-    fits = fitting(body, lane, looped)
+    fits = fitting(body, lane, looped, 0 if column else block_r)
     if looped and fits < lane:  # as many threads
         block_r = max(block_r * fits // lane, 1)
     warps = strip_warps(body, block_r, fits) if strips else warps_for(block_x * block_r, fits, 32)
@@ -203,8 +203,10 @@ def mixed_blocks(body: Body, tuning: Tuning) -> MixedBlocks:
     along = power_of_two(lanes_needed(body))
     tile = tuning.mixed_tile * (2 if along == tuning.mixed_tile else 1)  # measured: two rows of it are faster than one
     down = min(max(tile // along, 1), power_of_two(body.kept))
-    warps = warps_for(down * along, tuning.wide_lane if held <= 4 else tuning.lane)
-    programs = tuning.cores * max((8 if held > 2 else 16) // warps, 1)
+    lane = tuning.wide_lane if held <= 4 else tuning.lane
+    fits = fitting(body, lane, False)
+    warps = warps_for(down * along, fits)
+    programs = tuning.cores * max((8 if held > 2 and fits == lane else 16) // warps, 1)
     return MixedBlocks(down, along, warps, 0, *walked_by(body, tuning, down, programs))
 
 

@@ -10,7 +10,7 @@ from codegen.instructions import FULL, KEPT
 from codegen.online import pairs
 from codegen.tuning import Tuning
 
-HELD, FEWEST_HELD = 160, 4
+MOST_VALUES, FEWEST_ELEMENTS = 160, 4
 """Values of a thread beyond which its elements are fewer, and how many it has at least: of more, ptxas spills, or they take so
 many registers that few run at a time. On an H200 a program of some 140 ops takes 89 us; with 32 elements each, 152."""
 
@@ -81,14 +81,16 @@ def alive(body: Body) -> int:
     return most
 
 
-def fitting(body: Body, lane: int, looped: bool) -> int:
-    """Elements per thread, ``lane`` or fewer, whose values its registers hold."""
-    if not looped and sum(step.level == FULL for step in body.steps) < MANY_STEPS:
+def fitting(body: Body, lane: int, looped: bool, row: int = 0) -> int:
+    """Elements per thread, ``lane`` or fewer, whose values its registers hold. Not of scans, whose threads wait for one another
+    at each step, nor where a warp would no longer hold a ``row`` of so many elements: waiting for others takes longer."""
+    few = not looped and sum(step.level == FULL for step in body.steps) < MANY_STEPS
+    if few or any(step.stage == "scan" for step in body.steps):
         return lane
-    held = alive(body)
-    while lane > FEWEST_HELD and lane * held > HELD:
-        lane //= 2
-    return lane
+    held, fits = alive(body), lane
+    while fits > FEWEST_ELEMENTS and fits * held > MOST_VALUES:
+        fits //= 2
+    return lane if not looped and row // fits > 32 >= row // lane else fits
 
 
 def lanes_needed(body: Body) -> int:

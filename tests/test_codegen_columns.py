@@ -112,3 +112,26 @@ def test_variances_of_tall_columns_take_one_pass() -> None:
         (twice,) = launches(lambda x: x.var(0), 64, 1 << 18)
     assert [step.kernel.source.count("for r in") for step in (once, twice)] == [1, 2]
     assert len(launches(lambda x: x.var(0), 1 << 16, 512)) == 2  # and programs can share them
+
+
+SHORT_RUNS: dict[str, Callable[..., Any]] = {
+    "softmax": lambda x, w: (x.softmax(-2), x.log_softmax(-2) * w),
+    "sums": lambda x, w: ((x * w).sum(-2), x.amax(-2), x.var(-2)),
+    "order": lambda x, w: (x.cumsum(-2), x.argmax(-2)),
+}
+
+
+@pytest.mark.parametrize("name", SHORT_RUNS)
+@pytest.mark.parametrize("size", [(3, 50, 37), (2, 3, 50, 45)], ids=str)
+def test_columns_of_short_runs_are_walked_run_by_run(size: tuple[int, ...], name: str) -> None:
+    """The compiler is not told how memory runs on behind a remainder."""
+    x, w = data(*size), data(*size[:-2], 1, size[-1])
+    for tuning in (HOPPER, SMALL):
+        made = check(SHORT_RUNS[name], x, w, tuning=tuning, rtol=1e-3, atol=1e-3)
+        assert any("i2 = pid // across" in step.kernel.source for step in kernels(made))
+
+
+def test_runs_on_boundaries_and_very_short_ones_are_not() -> None:
+    for size in ((4, 90, 64), (40, 90, 3)):
+        (step,) = kernels(plan(record(lambda x: x.softmax(1), torch.zeros(size))[0].graph))
+        assert "i2" not in step.kernel.source

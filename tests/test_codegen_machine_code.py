@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
+from pathlib import Path
 from typing import Any, Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
 from graphs import CACHE, check, kernels, record
 
 from codegen import triton_compile
@@ -252,3 +255,23 @@ def test_operands_are_loaded_together() -> None:
     assert many.kernel.source.rindex("tl.load(") > many.kernel.source.rindex("tl.reduce(")
     with settings.override(disable="early_loads"):
         assert loads_before_work(gate, 64) == 1
+
+
+def busy_chain(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Six results for each element, and a sum of what is made of them all."""
+    made = [x]
+    for _ in range(6):
+        made.append((made[-1] * 0.5 + x.abs()).sigmoid() * made[-1] + 1)
+    return (*made[1:], sum(one * x for one in made).sum())
+
+
+def test_threads_have_as_few_elements_as_their_registers_hold(tmp_path: Path) -> None:
+    recording, _ = record(busy_chain, torch.zeros(1 << 22, dtype=BF16))
+    first = kernels(plan(recording.graph))[0].kernel
+    elements = dict(first.constexprs)["B0"] * dict(first.constexprs)["B1"] // (32 * first.num_warps)
+    assert elements <= 16
+    file = tmp_path / "kernel.cubin"
+    file.write_bytes(triton_compile.compile_for_hopper(first, CACHE).handle.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    usage = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True, check=True).stdout
+    assert "STACK:0 " in usage, usage
