@@ -125,7 +125,10 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
         block_r, looped, lane = row_block(body, tuning, looped)
         strips = 0 if looped else strips_of(body, block_r)
         block_x = 1 if looped or strips else min(max(tile_of_rows(body, tuning, block_r) // block_r, 1), power_of_two(body.kept))
-    runs, block_x = runs_apart(dims, strides, kept, block_x) if column else (0, block_x)
+    wide, runs = block_x, 0
+    if column:
+        runs, block_x = runs_apart(body, dims, strides, kept, gone, wide, tuning.programs)
+        block_r = min(block_r * wide // block_x, max(power_of_two(share or extent), block_r)) if looped else block_r
     if tuning.walks and not (looped or column or share) and body.kept >= tuning.walks and body.extent <= tuning.mixed_row:
         return _mixed(body, dims, strides, (kept, gone), tuning)
     one_row = (Axis(kept, body.kept, 1), Axis(gone, extent, 1), None)
@@ -133,7 +136,7 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
     if cached is not None:
         return cached
     lane = lane if looped or block_x > tuning.narrow_width else _lane_held(body, tuning, lane, -(-body.kept // block_x))
-    fits = fitting(body, lane, looped, 0 if column else block_r)
+    fits = lane if column and not looped else fitting(body, lane, looped, block_r)
     if looped and fits < lane:  # as many threads
         block_r = max(block_r * fits // lane, 1)
     warps = strip_warps(body, block_r, fits) if strips else warps_for(block_x * block_r, fits, 32)

@@ -10,6 +10,7 @@ import torch
 from graphs import check, kernels, record
 from torch import Tensor
 
+from codegen import columns
 from codegen.columns import HELD
 from codegen.fuse import plan
 from codegen.kernel import KernelStep
@@ -131,7 +132,16 @@ def test_columns_of_short_runs_are_walked_run_by_run(size: tuple[int, ...], name
         assert any("i2 = pid // across" in step.kernel.source for step in kernels(made))
 
 
-def test_runs_on_boundaries_and_very_short_ones_are_not() -> None:
+@pytest.mark.parametrize("name", SHORT_RUNS)
+def test_long_columns_of_very_short_runs_are_walked_run_by_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "LONG", 64)
+    for size in ((40, 90, 4), (2, 20, 64, 2)):
+        x, w = data(*size), data(*size[:-2], 1, size[-1])
+        made = check(SHORT_RUNS[name], x, w, tuning=HOPPER.changed("column_tile=128,programs=8"), rtol=1e-3, atol=1e-3)
+        assert any("i2 = pid // across" in step.kernel.source for step in kernels(made))
+
+
+def test_runs_on_boundaries_and_others_that_are_very_short_are_not() -> None:
     for size in ((4, 90, 64), (40, 90, 3)):
         (step,) = kernels(plan(record(lambda x: x.softmax(1), torch.zeros(size))[0].graph))
         assert "i2" not in step.kernel.source
