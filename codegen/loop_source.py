@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Collection
 
+from codegen.aligned import in_a_vector, in_vectors
 from codegen.body import Body, Step
 from codegen.instructions import FULL
 from codegen.online import ONLINE, end_lines, loop_lines
@@ -38,12 +39,22 @@ class LoopWriter(WordWriter):
                 sums.setdefault(step.args[1], {})[self._name(step)] = str(step.payload)
         return sums
 
+    def _apart(self) -> bool:
+        """Do several threads hold parts of a column? Then a maximum of it in each block would be waited for; where a thread has
+        whole columns, it spares every element an exponential."""
+        if self.tile.reduced_axis != 0:
+            return False
+        full = [step for step in self.body.steps if step.level == FULL and step.access is not None]
+        vector = in_a_vector(full) if in_vectors(self.tile, self.body) else 1
+        return 32 * self.tile.num_warps * vector > self._axis(1).block
+
     def _begin(self, reduces: list[Step]) -> None:
-        """Accumulators: one a lane; of a row's maximum that sums are relative to, one, or they both one for neighbours."""
+        """Accumulators: one a lane; of a maximum that sums are relative to, one a result, or they both one for neighbours."""
         shared = {id(step.args[1]) for step in reduces if step.text == ONLINE}
         for step in reduces:
             how = "add" if step.text == ONLINE else step.text
-            shape = "[B0, 1]" if id(step) in shared and self.tile.reduced_axis == 1 else "[B0, B1]"
+            alone = id(step) in shared and not self._apart()
+            shape = "[B0, B1]" if not alone else "[B0, 1]" if self.tile.reduced_axis == 1 else "[1, B1]"
             if self.tile.near and (step.text == ONLINE or id(step) in shared):
                 shape = f"[B0, B1 // {self.tile.near}]"
             self._line(f"{self._name(step)}_acc = tl.full({shape}, {identity(how, step.dtype)}, {TRITON_TYPES[step.dtype]})")
@@ -85,7 +96,7 @@ class LoopWriter(WordWriter):
         for step in reduces:
             if step in sums:
                 assert axis is not None
-                for line in loop_lines(self._name(step), self._masked(step), sums[step], axis, self.tile.near):
+                for line in loop_lines(self._name(step), self._masked(step), sums[step], axis, self.tile.near, self._apart()):
                     self._line(line)
             elif step.text != ONLINE:
                 name = self._name(step)
@@ -98,7 +109,7 @@ class LoopWriter(WordWriter):
         name = self._name(step)
         self._emitted.add(id(step))
         how = "add" if step.text == ONLINE else step.text
-        lanes = self.tile.near or axis == 0  # have their own maxima
+        lanes = self.tile.near or self._apart()  # have their own maxima
         if lanes and step in sums:
             for line in end_lines(name, sums[step], self.tile.walk is not None, axis):
                 self._line(line)

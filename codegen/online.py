@@ -50,14 +50,14 @@ def _pair(term: Step) -> tuple[Step, Step, str] | None:
     return (*found, term.text.removesuffix("({0})")) if found is not None else None
 
 
-def loop_lines(highest: str, value: str, sums: dict[str, str], axis: int, lane: int = 0) -> list[str]:
+def loop_lines(highest: str, value: str, sums: dict[str, str], axis: int, lane: int = 0, apart: bool = False) -> list[str]:
     """One block's share: updates the row's maximum ``{highest}_acc`` and the lanes' ``sums`` (name: exponential) by ``value``.
 
     ``value`` is -inf where masked. One maximum a block, not one a lane, spares every element its second exponential. With
-    ``lane`` there is one for so many neighbours, all of a thread: its threads need not wait for one another in each block. Of a
-    column (``axis`` 0) each lane has its own, for its neighbours are of other columns.
+    ``lane`` there is one for so many neighbours, all of a thread: its threads need not wait for one another in each block. Lanes
+    that are ``apart``, of a column of which several threads hold parts, have one each.
     """
-    if axis == 0:
+    if apart:
         return [
             f"{highest}_in = {value}",
             f"{highest}_new = tl.maximum({highest}_acc, {highest}_in, propagate_nan=tl.PropagateNan.ALL)",
