@@ -39,9 +39,9 @@ class LoopWriter(WordWriter):
                 sums.setdefault(step.args[1], {})[self._name(step)] = str(step.payload)
         return sums
 
-    def _apart(self) -> bool:
-        """Do several threads hold parts of a column? Then a maximum of it in each block would be waited for; where a thread has
-        whole columns, it spares every element an exponential."""
+    def _own_maxima(self) -> bool:
+        """Does each lane keep a maximum of its own, because several threads hold parts of a column, and would wait for each other
+        in each block? Where a thread has whole columns, one for them spares every element an exponential."""
         if self.tile.reduced_axis != 0:
             return False
         full = [step for step in self.body.steps if step.level == FULL and step.access is not None]
@@ -53,7 +53,7 @@ class LoopWriter(WordWriter):
         shared = {id(step.args[1]) for step in reduces if step.text == ONLINE}
         for step in reduces:
             how = "add" if step.text == ONLINE else step.text
-            alone = id(step) in shared and not self._apart()
+            alone = id(step) in shared and not self._own_maxima()
             shape = "[B0, B1]" if not alone else "[B0, 1]" if self.tile.reduced_axis == 1 else "[1, B1]"
             if self.tile.near and (step.text == ONLINE or id(step) in shared):
                 shape = f"[B0, B1 // {self.tile.near}]"
@@ -92,11 +92,11 @@ class LoopWriter(WordWriter):
         for step in self.body.steps:
             if id(step) in wanted and step.level == FULL and step.stage not in ("store", "reduce"):
                 self._emit(step)
-        sums, axis = self._sums(reduces), self.tile.reduced_axis
+        sums, axis, own = self._sums(reduces), self.tile.reduced_axis, self._own_maxima()
         for step in reduces:
             if step in sums:
                 assert axis is not None
-                for line in loop_lines(self._name(step), self._masked(step), sums[step], axis, self.tile.near, self._apart()):
+                for line in loop_lines(self._name(step), self._masked(step), sums[step], axis, self.tile.near, own):
                     self._line(line)
             elif step.text != ONLINE:
                 name = self._name(step)
@@ -109,7 +109,7 @@ class LoopWriter(WordWriter):
         name = self._name(step)
         self._emitted.add(id(step))
         how = "add" if step.text == ONLINE else step.text
-        lanes = self.tile.near or self._apart()  # have their own maxima
+        lanes = self.tile.near or self._own_maxima()
         if lanes and step in sums:
             for line in end_lines(name, sums[step], self.tile.walk is not None, axis):
                 self._line(line)
