@@ -5,21 +5,19 @@ Both look at a few places for each element that they write, as max pooling does:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any, Callable, Sequence
+from typing import Any, Sequence
 
 import torch
 
 from codegen.expressions import Unsupported
 from codegen.instructions import Instr, Part
 from codegen.lowering import Lowering, arguments
-from codegen.pooling import MOST_TAPS, MOST_WINDOWS, Axis, axes_of, inside, take, taps, windows
+from codegen.pooling import MOST_TAPS, MOST_WINDOWS, Axis, Place, axes_of, inside, sum_at, taps, windows
 from codegen.promotion import compute_dtype
 from codegen.reductions import divide, operand_of
 from ir_nodes.node import Node, Operand
-
-Place = tuple[Instr, Instr]
-"""An index along a dimension, and whether it counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +30,6 @@ class Rule:
 
 def _number(lowering: Lowering, value: int) -> Instr:
     return lowering.size(value, torch.int32)
-
-
-def _sum(lowering: Lowering, source: Operand, rows: Sequence[Place], columns: Sequence[Place],
-         share: Callable[[Instr, int, int], Instr]) -> Instr:
-    """The sum, row by row, of the elements at these places, each as ``share`` makes it of what is read there."""
-    total: Instr | None = None
-    for down, (row, row_counts) in enumerate(rows):
-        for along, (column, column_counts) in enumerate(columns):
-            value = share(take(lowering, source, row, column), down, along)
-            term = lowering.expr("tl.where({0} & {1}, {2}, 0.0)", row_counts, column_counts, value, dtype=value.dtype)
-            total = term if total is None else lowering.expr("{0} + {1}", total, term, dtype=value.dtype)
-    assert total is not None
-    return total
 
 
 def _checked(node: Node, name: str) -> tuple[dict[str, Any], Operand]:
@@ -68,8 +53,7 @@ def lower_average_pool(node: Node) -> list[Part]:
     lowering = Lowering(node, node.writes[0].layout.size)
     dims = (len(lowering.shape) - 2, len(lowering.shape) - 1)
     extents = source.layout.size[-2:]
-    rows, columns = (taps(lowering, axis, dim, extent) for axis, dim, extent in zip(axes, dims, extents))
-    total = _sum(lowering, source, rows, columns, lambda value, *_: value)
+    total = sum_at(lowering, source, {dim: taps(lowering, axis, dim, extent) for axis, dim, extent in zip(axes, dims, extents)})
     counts = [_count(lowering, axis, lowering.coord(dim), lowering.shape[dim], extent, _rule(args))
               for axis, dim, extent in zip(axes, dims, extents)]
     lowering.write(0, _averaged(lowering, total, counts, _rule(args)))
@@ -83,16 +67,16 @@ def lower_average_pool_backward(node: Node) -> list[Part]:
     if axes[0].windows * axes[1].windows > MOST_WINDOWS:
         raise Unsupported(f"elements that lie in more than {MOST_WINDOWS} windows")
     lowering = Lowering(node, node.writes[0].layout.size)
-    rank, places, counts = len(lowering.shape), [], []
+    rank, places, counts = len(lowering.shape), {}, []
     for axis, dim, extent, count in zip(axes, (rank - 2, rank - 1), lowering.shape[-2:], grad.layout.size[-2:]):
         found = windows(lowering, axis, lowering.coord(dim))
-        places.append([(window, _holds(lowering, axis, window, lowering.coord(dim), count)) for window in found])
+        places[dim] = [(window, _holds(lowering, axis, window, lowering.coord(dim), count)) for window in found]
         counts.append([_count(lowering, axis, window, count, extent, rule) for window in found])
 
-    def share(value: Instr, down: int, along: int) -> Instr:
-        return _averaged(lowering, value, [counts[0][down], counts[1][along]], rule)
+    def share(value: Instr, numbers: tuple[int, ...]) -> Instr:
+        return _averaged(lowering, value, [some[number] for some, number in zip(counts, numbers)], rule)
 
-    lowering.write(0, _sum(lowering, grad, *places, share))
+    lowering.write(0, sum_at(lowering, grad, places, share))
     return [lowering.part]
 
 
@@ -142,14 +126,14 @@ def lower_adaptive_pool(node: Node) -> list[Part]:
     """_adaptive_avg_pool2d: averages of as many windows as there are results."""
     _, source = _checked(node, "self")
     lowering = Lowering(node, node.writes[0].layout.size)
-    rank, places, counts = len(lowering.shape), [], []
+    rank, places, counts = len(lowering.shape), {}, []
     for dim, extent in zip((rank - 2, rank - 1), source.layout.size[-2:]):
         begin, end = _share_of(lowering, lowering.coord(dim), extent, lowering.shape[dim])
-        places.append(_from(lowering, begin, end, _longest(extent, lowering.shape[dim]), MOST_TAPS))
+        places[dim] = _from(lowering, begin, end, _longest(extent, lowering.shape[dim]), MOST_TAPS)
         counts.append(_held(lowering, "{1} - {0}", (begin, end), source))
-    if len(places[0]) * len(places[1]) > MOST_TAPS:
+    if math.prod(map(len, places.values())) > MOST_TAPS:
         raise Unsupported(f"a window of more than {MOST_TAPS} elements")
-    total = _sum(lowering, source, *places, lambda value, *_: value)
+    total = sum_at(lowering, source, places)
     lowering.write(0, divide(lowering, divide(lowering, total, counts[0]), counts[1]))
     return [lowering.part]
 
@@ -158,21 +142,22 @@ def lower_adaptive_pool_backward(node: Node) -> list[Part]:
     """_adaptive_avg_pool2d_backward: the shares in the gradients of those windows that an element lies in."""
     _, grad = _checked(node, "grad_output")
     lowering = Lowering(node, node.writes[0].layout.size)
-    rank, places, counts = len(lowering.shape), [], []
+    rank, places, counts = len(lowering.shape), {}, []
     for dim, results in zip((rank - 2, rank - 1), grad.layout.size[-2:]):
         extent = lowering.shape[dim]
         first, end = _share_of(lowering, lowering.coord(dim), results, extent)
         found = _from(lowering, first, end, _longest(results, extent), MOST_WINDOWS)
         spans = [_share_of(lowering, window, extent, results) for window, _ in found]
-        places.append(found)
+        places[dim] = found
         counts.append([_held(lowering, "tl.maximum({1} - {0}, 1)", span, grad) for span in spans])
-    if len(places[0]) * len(places[1]) > MOST_WINDOWS:
+    if math.prod(map(len, places.values())) > MOST_WINDOWS:
         raise Unsupported(f"elements that lie in more than {MOST_WINDOWS} windows")
 
-    def share(value: Instr, down: int, along: int) -> Instr:
+    def share(value: Instr, numbers: tuple[int, ...]) -> Instr:
+        down, along = numbers
         return divide(lowering, divide(lowering, value, counts[1][along]), counts[0][down])
 
-    lowering.write(0, _sum(lowering, grad, *places, share))
+    lowering.write(0, sum_at(lowering, grad, places, share))
     return [lowering.part]
 
 

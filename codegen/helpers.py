@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-POW = '''
+
+def _power(name: str, general: str) -> str:
+    return f'''
 @triton.jit
-def _pow(x, exponent, kind: tl.constexpr):
+def {name}(x, exponent, kind: tl.constexpr):
     if exponent == 2.0:
         y = x * x
     elif exponent == 3.0:
@@ -12,13 +14,16 @@ def _pow(x, exponent, kind: tl.constexpr):
     elif exponent == 1.0:
         y = x
     else:
-        y = libdevice.pow(x, exponent)
+        y = {general}(x, exponent)
     return y
 
 
 '''
+
+
+POW, NUMBER_POW_16 = _power("_pow", "libdevice.pow"), _power("_number_pow_16", "_pow_16")
 """``x ** exponent`` for a number that is known when the kernel runs; small powers are products, as in ATen's kernels.
-``kind``: the type that a product is rounded to."""
+``kind``: the type that a product is rounded to. The second one is for results of 16 bits, see `POW_16`."""
 
 POW_16 = '''
 @triton.jit
@@ -34,23 +39,6 @@ def _pow_16(x, y):
 '''
 """``x ** y`` for results that are rounded to 16 bits: a third of the general function's instructions, off by 1e-5 of the result
 at the most."""
-
-NUMBER_POW_16 = '''
-@triton.jit
-def _number_pow_16(x, exponent, kind: tl.constexpr):
-    if exponent == 2.0:
-        y = x * x
-    elif exponent == 3.0:
-        y = (x * x).to(kind).to(x.dtype) * x
-    elif exponent == 1.0:
-        y = x
-    else:
-        y = _pow_16(x, exponent)
-    return y
-
-
-'''
-"""`POW` with `POW_16`."""
 
 TANH = '''
 @triton.jit

@@ -5,6 +5,7 @@ Places are computed in float32, as ATen's kernels do, or results would be other 
 
 from __future__ import annotations
 
+import math
 from typing import Any, Callable
 
 import torch
@@ -12,11 +13,12 @@ import torch
 from codegen.expressions import Unsupported
 from codegen.instructions import Instr, Part
 from codegen.lowering import Lowering, arguments
-from codegen.pooling import MOST_WINDOWS
+from codegen.pooling import MOST_WINDOWS, Place, sum_at
+from codegen.promotion import HALF
 from codegen.reductions import divide, operand_of
 from ir_nodes.node import Node, Operand
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_FLOATS = (torch.float32, *HALF)
 _SCALES = {1: ("scales",), 2: ("scales_h", "scales_w"), 3: ("scales_d", "scales_h", "scales_w")}
 
 
@@ -63,26 +65,16 @@ def lower_nearest_backward(shift: float) -> Callable[[Node], list[Part]]:
 
     def lower(node: Node) -> list[Part]:
         _, grad, lowering, dims = _resized(node, "grad_output")
-        found = [_takers(lowering, dim, results, extent, factor, shift) for dim, results, extent, factor in dims]
-        sums: list[tuple[dict[int, Instr], list[Instr]]] = [({}, [])]
-        for (dim, *_), takers in zip(dims, found):
-            sums = [({**places, dim: place}, [*counts, count]) for places, counts in sums for place, count in takers]
-        if len(sums) > MOST_WINDOWS:
+        places = {dim: _takers(lowering, dim, results, extent, factor, shift) for dim, results, extent, factor in dims}
+        if math.prod(map(len, places.values())) > MOST_WINDOWS:
             raise Unsupported(f"elements that more than {MOST_WINDOWS} others took")
-        total: Instr | None = None
-        for places, counts in sums:
-            value = lowering.take_at(grad, places)
-            text = f"tl.where({' & '.join(f'{{{number}}}' for number in range(1, len(counts) + 1))}, {{0}}, 0.0)"
-            term = lowering.expr(text, value, *counts, dtype=value.dtype)
-            total = term if total is None else lowering.expr("{0} + {1}", total, term, dtype=value.dtype)
-        assert total is not None
-        lowering.write(0, total)
+        lowering.write(0, sum_at(lowering, grad, places))
         return [lowering.part]
 
     return lower
 
 
-def _takers(lowering: Lowering, dim: int, results: int, extent: int, factor: Any, shift: float) -> list[tuple[Instr, Instr]]:
+def _takers(lowering: Lowering, dim: int, results: int, extent: int, factor: Any, shift: float) -> list[Place]:
     """Along a dimension which of the ``results`` took an element, and whether each exists."""
     if factor is None:
         step = divide(lowering, lowering.size(results), lowering.size(extent))

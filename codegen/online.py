@@ -57,15 +57,6 @@ def loop_lines(highest: str, value: str, sums: dict[str, str], axis: int, lane: 
     ``lane`` there is one for so many neighbours, all of a thread: its threads need not wait for one another in each block. Lanes
     that are ``apart``, of a column of which several threads hold parts, have one each.
     """
-    if apart:
-        return [
-            f"{highest}_in = {value}",
-            f"{highest}_new = tl.maximum({highest}_acc, {highest}_in, propagate_nan=tl.PropagateNan.ALL)",
-            f'{highest}_base = tl.where({highest}_new == float("-inf"), 0.0, {highest}_new)',
-            *(f"{name}_acc = {name}_acc * {exp}({highest}_acc - {highest}_base) + {exp}({highest}_in - {highest}_base)"
-              for name, exp in sums.items()),
-            f"{highest}_acc = {highest}_new",
-        ]
     if lane:
         return [
             f"{highest}_in = tl.reshape({value}, [B0, B1 // {lane}, {lane}])",
@@ -78,8 +69,8 @@ def loop_lines(highest: str, value: str, sums: dict[str, str], axis: int, lane: 
         ]
     return [
         f"{highest}_in = {value}",
-        f"{highest}_new = tl.reduce({highest}_in, {axis}, _max, keep_dims=True)",
-        f"{highest}_new = tl.maximum({highest}_acc, {highest}_new, propagate_nan=tl.PropagateNan.ALL)",
+        *([] if apart else [f"{highest}_new = tl.reduce({highest}_in, {axis}, _max, keep_dims=True)"]),
+        f"{highest}_new = tl.maximum({highest}_acc, {highest}_{'in' if apart else 'new'}, propagate_nan=tl.PropagateNan.ALL)",
         f'{highest}_base = tl.where({highest}_new == float("-inf"), 0.0, {highest}_new)',
         *(f"{name}_acc = {name}_acc * {exp}({highest}_acc - {highest}_base) + {exp}({highest}_in - {highest}_base)"
           for name, exp in sums.items()),

@@ -1,4 +1,5 @@
-"""Lowers max pooling with its gradient. Imports torch, `ir_nodes` and codegen's lowering modules.
+"""Lowers max pooling with its gradient; holds what sums over a few places share. Imports torch, `ir_nodes` and codegen's lowering
+modules.
 
 Both look at a few places for each element that they write: a window's elements, or the windows that an element lies in. So the
 gradient needs no atomics, and sums in one order.
@@ -6,8 +7,9 @@ gradient needs no atomics, and sums in one order.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
-from typing import Any, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import torch
 
@@ -23,6 +25,11 @@ from ir_nodes.node import Node, Operand, Write
 
 MOST_TAPS, MOST_WINDOWS = 25, 16
 """Larger windows, and elements that lie in more of them, would be long kernels."""
+
+Place = tuple[Instr, Instr | None]
+"""An index along a dimension, and whether it counts, if it may not."""
+Share = Callable[[Instr, tuple[int, ...]], Instr]
+"""From an element and the numbers of its places to what is summed up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,23 @@ def take(lowering: Lowering, operand: Operand, row: Instr, column: Instr) -> Ins
     """The operand's element at this row and column of each plane; zero outside of it."""
     rank = len(operand.layout.size)
     return lowering.take_at(operand, {rank - 2: row, rank - 1: column})
+
+
+def sum_at(lowering: Lowering, source: Operand, places: Mapping[int, Sequence[Place]], share: Share | None = None) -> Instr:
+    """The sum of the elements at all combinations of ``places`` along these dimensions, of which the last one's follow one
+    another; of each element what ``share`` makes of it and of its places' numbers."""
+    total: Instr | None = None
+    for numbers in itertools.product(*(range(len(some)) for some in places.values())):
+        chosen = {dim: some[number] for (dim, some), number in zip(places.items(), numbers)}
+        term = lowering.take_at(source, {dim: place for dim, (place, _) in chosen.items()})
+        term = share(term, numbers) if share is not None else term
+        counts = [count for _, count in chosen.values() if count is not None]
+        if counts:
+            text = f"tl.where({' & '.join(f'{{{number}}}' for number in range(1, len(counts) + 1))}, {{0}}, 0.0)"
+            term = lowering.expr(text, term, *counts, dtype=term.dtype)
+        total = term if total is None else lowering.expr("{0} + {1}", total, term, dtype=term.dtype)
+    assert total is not None
+    return total
 
 
 def inside(lowering: Lowering, place: Instr, extent: int) -> Instr:

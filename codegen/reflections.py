@@ -8,8 +8,9 @@ from typing import Any, Callable
 import torch
 
 from codegen.expressions import Unsupported
-from codegen.instructions import Instr, Part
+from codegen.instructions import Part
 from codegen.lowering import Lowering, arguments
+from codegen.pooling import Place, sum_at
 from codegen.reductions import operand_of
 from ir_nodes.node import Node
 
@@ -42,37 +43,26 @@ def lower_reflection_backward(node: Node) -> list[Part]:
     """The gradient of an element and of its mirrored images."""
     args = arguments(node)
     grad, lowering = operand_of(args["grad_output"]), Lowering(node, node.writes[0].layout.size)
-    chosen: list[tuple[dict[int, Instr], list[Instr]]] = [({}, [])]
-    for dim, widths in _widths(args, len(lowering.shape)).items():
-        images = _images(lowering, dim, *widths)
-        chosen = [({**places, dim: place}, [*counts, *count]) for places, counts in chosen for place, count in images]
-    total: Instr | None = None
-    for places, counts in chosen:
-        term = lowering.take_at(grad, places)
-        if counts:
-            text = f"tl.where({' & '.join(f'{{{number}}}' for number in range(1, len(counts) + 1))}, {{0}}, 0.0)"
-            term = lowering.expr(text, term, *counts, dtype=term.dtype)
-        total = term if total is None else lowering.expr("{0} + {1}", total, term, dtype=term.dtype)
-    assert total is not None
-    lowering.write(0, total)
+    places = {dim: _images(lowering, dim, *widths) for dim, widths in _widths(args, len(lowering.shape)).items()}
+    lowering.write(0, sum_at(lowering, grad, places))
     return [lowering.part]
 
 
-def _images(lowering: Lowering, dim: int, before: int, behind: int) -> list[tuple[Instr, list[Instr]]]:
+def _images(lowering: Lowering, dim: int, before: int, behind: int) -> list[Place]:
     """Along a dimension where an element went: to its place, and beyond an edge that it is near to."""
     if before < 0 or behind < 0:
         raise Unsupported("padding that cuts elements off")
     place, last = lowering.coord(dim), lowering.shape[dim] - 1
     first = lowering.size(before, torch.int32)
-    images = [(lowering.expr("{0} + {1}", place, first, dtype=torch.int32), list[Instr]())]
+    images: list[Place] = [(lowering.expr("{0} + {1}", place, first, dtype=torch.int32), None)]
     if before:
         near = lowering.expr("(({0} >= 1) & ({0} <= {1}))", place, first, dtype=torch.bool)
-        images.append((lowering.expr("{1} - {0}", place, first, dtype=torch.int32), [near]))
+        images.append((lowering.expr("{1} - {0}", place, first, dtype=torch.int32), near))
     if behind:
         ends = (lowering.size(last - behind, torch.int32), lowering.size(last - 1, torch.int32))
         near = lowering.expr("(({0} >= {1}) & ({0} <= {2}))", place, *ends, dtype=torch.bool)
         mirror = lowering.size(2 * last + before, torch.int32)
-        images.append((lowering.expr("{1} - {0}", place, mirror, dtype=torch.int32), [near]))
+        images.append((lowering.expr("{1} - {0}", place, mirror, dtype=torch.int32), near))
     return images
 
 
