@@ -188,7 +188,7 @@ class IndexWriter:
             return
         rest = f"i{number}"
         for dim in reversed(axis.dims[1:]):
-            size = self.arguments.size(f"d{dim}", self.tile.dims[dim])
+            size = self.arguments.divisor(f"d{dim}", self.tile.dims[dim])
             self._line(f"x{dim} = {rest} % {size}")
             self._line(f"q{dim} = {rest} // {size}")
             rest = f"q{dim}"

@@ -150,7 +150,8 @@ class BodyBuilder:
         if instr.kind in ("take", "put"):
             return self._scattered(instr, args, level)
         if instr.kind == "coord":
-            return self._coordinate(instr.payload, level, unit in self.group.kept_units)  # type: ignore[arg-type]
+            kept = crossed and level == KEPT or unit in self.group.kept_units
+            return self._coordinate(instr.payload, level, kept, crossed and level == KEPT)  # type: ignore[arg-type]
         if instr.kind == "random":
             seed, offset, place = args
             return self.body.add(Step("random", instr.dtype, level, 0, (seed, offset), form=place.form,
@@ -259,11 +260,11 @@ class BodyBuilder:
         picked = self.body.add(Step("expr", source.dtype, FULL, 0, (column, index, source), text))
         return self.body.add(Step("reduce", source.dtype, KEPT, 0, (picked,), "add"))
 
-    def _coordinate(self, form: Form, level: int, kept: bool) -> Step:
-        full = self._full(form, KEPT if kept else FULL)
-        key = ("coord", full, level)
+    def _coordinate(self, form: Form, level: int, kept: bool, across: bool = False) -> Step:
+        full = self._full(form, KEPT if kept else FULL, across)
+        key = ("coord", full, level, across)
         if key not in self._computed:
-            self._computed[key] = self.body.add(Step("coord", torch.int32, level, form=full, kept_form=form))
+            self._computed[key] = self.body.add(Step("coord", torch.int32, level, form=full, kept_form=form, across=across))
         return self._computed[key]
 
 

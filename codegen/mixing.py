@@ -76,7 +76,8 @@ def refused(units: list[Unit], crossed: dict[Unit, None], kept: dict[Unit, None]
             return "the columns' results are combined by another kernel, which does nothing else than work per column"
         if not follows and reads & late:
             return "columns are reduced over all programs, so their results are not known inside the kernel"
-        if unit in crossed and not follows and any(i.level == KEPT and i.kind in ("load", "gather") for i in unit.part.instrs):
+        own = [instr.kind for instr in unit.part.instrs if instr.level == KEPT]
+        if unit in crossed and not follows and not {"load", "gather", "coord"}.isdisjoint(own):
             return "what it reads per column would be read by another kernel"
     if sums > MAX_COLUMN_SUMS:
         return f"more than {MAX_COLUMN_SUMS} sums of columns beside rows"

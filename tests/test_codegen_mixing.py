@@ -61,6 +61,14 @@ def test_rows_and_columns_of_one_input(size: tuple[int, int], dtype: torch.dtype
 
 
 @SIZES
+def test_sums_of_columns_meet_numbers_that_follow_from_the_column(size: tuple[int, int]) -> None:
+    def program(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        return [(x * y).softmax(1), (x * y).sum(0) * 0.5 + torch.linspace(-1, 1, size[1])]
+
+    check(program, data(*size), data(*size, seed=1), count=2, tuning=SMALL, rtol=1e-4, atol=1e-4)
+
+
+@SIZES
 @DTYPES
 def test_programs_may_walk_several_rows(size: tuple[int, int], dtype: torch.dtype) -> None:
     """They load ahead, and know once what all rows share."""
