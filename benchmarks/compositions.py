@@ -89,7 +89,9 @@ class Composition:
         for _ in range(self.random.randint(3, 10)):
             self._step()
         outputs = self.random.sample(self.values, min(OUTPUTS - 1, len(self.values))) + self.values[-1:]
-        return [one.detach() for one in outputs] + (self._gradients(outputs) if with_gradients else [])
+        results = [one.detach() for one in outputs] + (self._gradients(outputs) if with_gradients else [])
+        self.values, self._leaves = [], []  # or a lazy device would have to keep all that lies between
+        return results
 
     def _step(self) -> None:
         kind = self.random.choices(list(KINDS), list(KINDS.values()))[0]

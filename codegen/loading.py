@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Sequence
 
@@ -15,12 +16,15 @@ from codegen.binaries import Binary
 from codegen.compile_pool import Made, PoolError
 from codegen.cuda_driver import DriverError, Function
 from codegen.kernel import Kernel
-from codegen.kernel_files import KernelCompileError, source_path
+from codegen.kernel_files import KernelCacheError, KernelCompileError, source_path
 from codegen.triton_build import gpu_target
 from codegen.triton_compile import compile_kernel
 from ir_nodes import settings
 
 QUIET_SECONDS = 2.0
+MAX_WARPS = 32
+OTHER_WARPS = (2.0, 0.5, 4.0)
+"""How many times as many warps a kernel gets, one after the other, that the compiler gives up on."""
 
 _loaded: dict[tuple[Kernel, int], Function] = {}
 _lock = threading.Lock()
@@ -74,6 +78,26 @@ def binaries_of(kernels: Sequence[Kernel], folder: Path, arch: int) -> dict[Kern
 
 
 def compile_all(kernels: Sequence[Kernel], folder: Path, arch: int) -> dict[Kernel, Made]:
+    """Machine code of every kernel, or why there is none. What the compiler gives up on it is given again for other numbers of
+    warps: where its faults show depends on how elements lie in threads."""
+    made = compile_once(kernels, folder, arch)
+    for factor in OTHER_WARPS:
+        failed = {kernel: with_warps(kernel, int(kernel.num_warps * factor)) for kernel, one in made.items() if gives_up(one)}
+        again = compile_once([other for other in failed.values() if other is not None], folder, arch)
+        made |= {kernel: again[other] for kernel, other in failed.items() if other and isinstance(again[other], Binary)}
+    return made
+
+
+def gives_up(made: Made) -> bool:
+    return isinstance(made, KernelCompileError) and not isinstance(made, KernelCacheError)
+
+
+def with_warps(kernel: Kernel, count: int) -> Kernel | None:
+    """The same for so many warps, with as many registers as the compiler likes; None where no program may have so many."""
+    return replace(kernel, num_warps=count, registers=0) if 1 <= count <= MAX_WARPS else None
+
+
+def compile_once(kernels: Sequence[Kernel], folder: Path, arch: int) -> dict[Kernel, Made]:
     """Compile in other processes, or here where that is switched off or impossible."""
     if kernels and settings.enabled("parallel_compile"):
         try:

@@ -201,7 +201,7 @@ def test_compositions_are_the_same_programs_everywhere(first: int) -> None:
         inputs = program.inputs("cpu")
         wanted, log = program(inputs), list(program.log)
         got = program([one.to("lazysched") for one in inputs])
-        assert program.log == log and len(got) == len(wanted)
+        assert program.log == log and len(got) == len(wanted) and not program.values
         torch.testing.assert_close([one.cpu() for one in got], wanted, equal_nan=True)
 
 

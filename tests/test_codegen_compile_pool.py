@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Any, Callable, Iterator
 
 import children
 import pytest
@@ -96,6 +96,26 @@ def test_a_kernel_that_processes_die_of_is_given_up(pool: Pool, tmp_path: Path) 
     pool.close()
     assert isinstance(made[good], Binary) and scratch and not any(map(os.path.exists, scratch)), "nothing is left behind"
     assert "status 3" in str(made[deadly]) and deadly.name in str(made[deadly])
+
+
+def test_a_kernel_that_a_pass_fails_on_is_tried_with_other_warps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And remembered so; what fails in all of them says why it does as it is."""
+    weak, asked = dataclasses.replace(kernel_of(), num_warps=4), list[int]()
+    broken, compiled = with_source(weak, "no Python"), loading.compile_kernel
+
+    def compile_some(kernel: Kernel, folder: Path, target: Any) -> Any:
+        asked.append(kernel.num_warps)
+        if kernel.num_warps in (4, 8):
+            raise KernelCompileError(kernel, source_path(kernel, folder), f"a pass failed for {kernel.num_warps} warps")
+        return compiled(kernel, folder, target)
+
+    monkeypatch.setattr(loading, "compile_kernel", compile_some)
+    with settings.override(disable={"parallel_compile"}):
+        made = loading.binaries_of([weak], tmp_path, ARCH)
+        assert made[weak].num_warps == 2 and asked == [4, 8, 2]
+        assert loading.binaries_of([weak], tmp_path, ARCH) == made and asked == [4, 8, 2]
+        assert "for 4 warps" in str(loading.binaries_of([broken], tmp_path, ARCH)[broken])
+    assert asked == [4, 8, 2, 4, 8, 2, 16]
 
 
 @pytest.mark.parametrize("start", ["raise SystemExit(1)", ""], ids=["it fails", "it ends"])
