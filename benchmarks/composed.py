@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx.experimental.proxy_tensor import make_fx
+from tqdm import tqdm
 
 import lazy_backend
 from benchmarks.common import save, table
@@ -54,6 +56,14 @@ class Program:
         lazy_backend.mark_step()
         return results
 
+    def refused(self) -> str:
+        """Why torch.compile can't compile it; "": it can."""
+        try:
+            self.compiled()
+        except BackendCompilerFailed as error:
+            return str(error).splitlines()[0]
+        return ""
+
     def row(self) -> dict[str, Any]:
         """Microseconds of each contestant, and how far the two results are from float64's at most."""
         ours = [one.to(DEVICE) for one in self.lazysched()]
@@ -85,13 +95,18 @@ def compiled(seed: int, largest: int) -> None:
     """Runs the program once by each contestant, so that its kernels are on disk."""
     program = drawn(seed, largest)
     if program is not None:
-        program.compiled(), program.lazysched()
+        program.lazysched(), program.refused()
         lazy_backend.mark_step(wait=True)
 
 
 def measured(seed: int, largest: int) -> dict[str, Any] | None:
     program = drawn(seed, largest)
-    return program.row() if program is not None else None
+    if program is None:
+        return None
+    if why := program.refused():
+        tqdm.write(f"{seed}: torch.compile fails, left out: {why}")
+        return None
+    return program.row()
 
 
 def report(rows: Sequence[dict[str, Any]]) -> None:

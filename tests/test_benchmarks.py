@@ -9,6 +9,7 @@ from typing import Any, Iterator
 
 import pytest
 import torch
+from torch._inductor.exc import InductorError
 
 from benchmarks import all as all_parts
 from benchmarks import common, composed, floors, inference, kernels, plot, shapes, train
@@ -214,6 +215,21 @@ def test_compositions_are_compared_and_reported(tmp_path: Path, capsys: pytest.C
     assert "WRONG" in capsys.readouterr().out
     composed.report([])
     assert "No program was measured" in capsys.readouterr().out
+
+
+def test_a_composition_that_torch_compile_fails_on_costs_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    program = composed.drawn(3, TINY)
+    assert program is not None and program.refused() == ""
+
+    def broken(*inputs: torch.Tensor) -> None:
+        raise InductorError(TypeError("a fault\nof theirs"), None)
+
+    program._compiled = broken
+    assert "a fault" in program.refused()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(composed, "drawn", lambda *_: program)
+        assert composed.measured(3, TINY) is None
+    assert "3: torch.compile fails, left out: TypeError: a fault" in capsys.readouterr().out
 
 
 def test_a_contestant_does_without_optimisations() -> None:
