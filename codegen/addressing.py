@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from codegen.body import Body, Step
+from codegen.division import divided
 from codegen.instructions import KEPT
 from codegen.source_args import ArgumentList
 from codegen.tile import Axis, Tile
@@ -188,9 +189,8 @@ class IndexWriter:
             return
         rest = f"i{number}"
         for dim in reversed(axis.dims[1:]):
-            size = self.arguments.divisor(f"d{dim}", self.tile.dims[dim])
-            self._line(f"x{dim} = {rest} % {size}")
-            self._line(f"q{dim} = {rest} // {size}")
+            for line in divided(self.arguments, rest, dim, self.tile.dims[dim]):
+                self._line(line)
             rest = f"q{dim}"
         self._line(f"x{axis.dims[0]} = {rest}")
 

@@ -167,7 +167,17 @@ def _share(a, b, c):
 branch that a division takes wherever ``a`` is zero, as it is behind a mask. (The correction is that of Markstein, 1990, who
 excepts divisors whose bits are all ones. Quotients below 2**-100 may be the next number.)"""
 
-HELPERS = {"_pow(": POW, "pow_16(": POW_16, "_number_pow_16(": NUMBER_POW_16, "_tanh(": TANH, "_tanh_16(": TANH_16,
+QUOTIENT = '''
+@triton.jit
+def _quotient(index, factor, shift):
+    return (tl.umulhi(index.to(tl.uint32), factor.to(tl.uint32)) >> shift.to(tl.uint32)).to(tl.int32)
+
+
+'''
+"""An index divided by an extent, of which `codegen.division` tells the factor and the shift."""
+
+HELPERS = {"_quotient(": QUOTIENT, "_pow(": POW, "pow_16(": POW_16, "_number_pow_16(": NUMBER_POW_16, "_tanh(": TANH,
+           "_tanh_16(": TANH_16,
            "_normal(": NORMAL, "_logistic(": LOGISTIC, "_bf16(": BF16, ", _mul": MUL, "_logaddexp": LOGADDEXP,
            "_as_loaded(": AS_LOADED, "_wide(": WIDE, "_share(": SHARE, "_of_eight(": OF_EIGHT, "_to_eight(": TO_EIGHT}
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 
 from codegen.aligned import KNOWN, in_a_vector, over_rows, peel
-from codegen.body import Body
+from codegen.body import Body, Step
 from codegen.draws import WORDS, Stream
 from codegen.instructions import FULL
 from codegen.row_traits import narrow, slow
@@ -21,6 +21,9 @@ MANY, WRITTEN = 5, 2
 
 SHARED = 64
 """How often a table's numbers are used before they count as lying in a cache."""
+
+ALONE = 256
+"""The shortest rows that programs take one by one where an operand's place jumps from element to element."""
 
 WORD_BLOCK = 512
 """Elements of each of a Philox call's four words in a program. On most GPUs the number of ATen's threads is a multiple of it."""
@@ -97,13 +100,15 @@ def pointwise_tile(body: Body, dims: tuple[int, ...], strides: Strides, tuning: 
     outer = min(max(block // inner, 1), power_of_two(outer_extent))
     inmost = tuple(range(len(dims) - run, len(dims)))
     axes = (Axis(tuple(range(len(dims) - run)), outer_extent, outer), Axis(inmost, along, inner), None)
-    tile = Tile(dims, strides, axes, None, False, 0, warps_for(inner * outer, lane))
+    several = Tile(dims, strides, axes, None, False, 0, warps_for(inner * outer, lane))
+    alone = replace(several, axes=(replace(axes[0], block=1), axes[1], None), num_warps=warps_for(inner, lane))
+    tile = alone if _jumps(body, strides) else several
     if inner < tuning.peeled * (1 if outer == 1 else 2 if along > inner else 4):
         return tile
     if outer == 1:
         return peel(tile, body)
     # Rows off boundaries one by one, so that most blocks lie within one, unless these are all at a row's end.
-    found = peel(replace(tile, axes=(replace(axes[0], block=1), axes[1], None), num_warps=warps_for(inner, lane)), body)
+    found = peel(alone, body)
     return found if found.peel else tile
 
 
@@ -129,10 +134,10 @@ def _squares(body: Body, dims: tuple[int, ...], strides: Strides, exchanged: int
 
 
 def _run(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuning) -> int:
-    """How many of the last dimensions are walked as one: all where rows are very short; several where rows are short and lie off
-    16-byte boundaries, but memory runs on from row to row: as few as start on boundaries, and let smaller operands run on, too,
-    if there are such."""
-    if len(dims) <= 1 or dims[-1] < 16:
+    """How many of the last dimensions are walked as one: all where rows are very short, or short and some operand's place jumps
+    from each of their elements to the next; several where rows are short and lie off 16-byte boundaries, but memory runs on from
+    row to row: as few as start on boundaries, and let smaller operands run on, too, if there are such."""
+    if len(dims) <= 1 or dims[-1] < (ALONE if _jumps(body, strides) else 16):
         return len(dims)
     full = [step for step in over_rows(body, strides) if step.stage in ("load", "store")]
     width = in_a_vector(full)
@@ -146,6 +151,20 @@ def _run(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuning) ->
     small = [one for one in found if one not in large]
     aligned = (count for count in range(2, len(dims)) if not math.prod(dims[-count:]) % width)
     return next((count for count in aligned if all(_runs_on(one, dims, count) for one in small)), len(dims))
+
+
+def _jumps(body: Body, strides: Strides) -> bool:
+    """Does the place of some operand follow from the last dimension's index in another way than one by one? In blocks of several
+    rows the compiler, which can't tell where neighbours lie then, lets threads walk down the columns."""
+    moving = {id(step) for step in body.steps if any(strides.get(id(step), ())[-1:])}
+
+    def along(step: Step) -> bool:
+        if id(step) not in moving and any(map(along, step.args)):
+            moving.add(id(step))
+        return id(step) in moving
+
+    loads = [step for step in over_rows(body, strides) if step.stage in ("load", "take")]
+    return any(strides[id(step)][-1] > 1 or step.stage == "take" and any(map(along, step.args)) for step in loads)
 
 
 def _runs_on(strides: tuple[int, ...], dims: tuple[int, ...], count: int) -> bool:

@@ -10,10 +10,6 @@ from codegen.instructions import MemAccess
 from codegen.kernel import KernelArg, Offset, Pointer, Scalar, Seed, Size, Temporary
 from ir_nodes.node import Buffer, Value
 
-# Up to here an extent is a number in the source where indices are divided by it. Dividing by what a kernel is given takes some
-# twenty instructions an element, by a small number one or two; larger extents vary more from call to call and are divided less.
-SMALL = 8
-
 POINTER_TYPES = {
     torch.bool: "i1", torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",
@@ -53,10 +49,6 @@ class ArgumentList:
     def size(self, name: str, value: int) -> str:
         """A named extent; one name always holds one value."""
         return self._add(("n", name), name, "i64" if self.wide else "i32", Size(value))
-
-    def divisor(self, name: str, value: int) -> str:
-        """An extent by which indices are divided; as ``size``, but a small one is a number in the source."""
-        return str(value) if value <= SMALL else self.size(name, value)
 
     def stride(self, value: int) -> str:
         """A stride or count; equal ones share an argument."""

@@ -222,11 +222,3 @@ def test_shapes_of_one_pattern_share_a_kernel_and_differ_in_arguments_only() -> 
     steps = [only(lambda x, y: (x * 2 + y).sum(-1), torch.randn(n, 512, 80), torch.randn(80)) for n in (2, 3)]
     assert steps[0].kernel == steps[1].kernel
     assert [arg for arg in steps[0].args if isinstance(arg, Size)] != [arg for arg in steps[1].args if isinstance(arg, Size)]
-
-
-def test_indices_are_divided_by_small_dimensions_as_numbers() -> None:
-    def added(middle: int) -> str:
-        return code(only(lambda x, y: x + y, torch.randn(40, middle, 50, 6), torch.randn(40, 1, 50, 1)))
-
-    assert "% 3" in added(3) and "// 3" in added(3) and "% 6" in added(3)
-    assert "% 30" not in added(30) and added(30) == added(31)
