@@ -149,8 +149,7 @@ class IndexWriter:
         self._starts[number] = start
         peeled = self.tile.peel > 1 and number == 1
         if peeled and self.tile.vectors and not self._inside:
-            self._vectors(self.tile.peel)
-            return
+            return self._vectors(self.tile.peel)
         if peeled and self._inside:
             self._line(f"at = {start} + {self._arange(1)}")
             self._line("i1 = at - shift")
@@ -158,7 +157,8 @@ class IndexWriter:
             begin = f"{start} - shift" if peeled else start
             self._line(f"i{number} = " + (f"{begin} + " if begin else "") + self._arange(number))
         if self._guarded(number):
-            bound = f"i{number} < {end or self._extent(number)}"
+            known = f" // {self.tile.ragged} * {self.tile.ragged}" if number == 1 and self.tile.even else ""
+            bound = f"i{number} < {end or self._extent(number)}{known}"
             self._line(f"m{number} = " + (f"(i1 >= 0) & ({bound})" if peeled else bound))
         if self.tile.ragged:
             self._ends(number)
@@ -170,7 +170,7 @@ class IndexWriter:
         width = self.tile.ragged
         if number == 0:
             self._line(f"base = i0 * {self.arguments.stride(self.tile.row)} // {width} * {width}")
-        elif not self._inside:
+        elif not self._inside and not self.tile.even:
             self._line(f"v1 = i1 < ({self._extent(1)} + {width - 1}) // {width} * {width}")
             if any(step.stage == "store" and self._in_vectors(step) for step in self.body.steps):
                 self._line(f"w1 = i1 < {self._extent(1)} // {width} * {width}")
@@ -250,8 +250,8 @@ class IndexWriter:
         if stride == 1:
             return index
         inner = self._axis(1)
-        dense = number == 0 and inner.dims and self._linear(strides, 1) and strides[inner.dims[-1]] == 1
-        if dense and stride == inner.extent and index == "i0":
+        dense = inner.dims and self._linear(strides, 1) and strides[inner.dims[-1]] == 1
+        if number == 0 and dense and stride == inner.extent and index == "i0":
             return f"{index} * {self._extent(1)}"
         return f"{index} * {self.arguments.stride(stride)}"
 
@@ -278,7 +278,8 @@ class IndexWriter:
         if self.tile.covered and step.stage in ("load", "store") and self.tile.follows(step):
             return "base + at", "" if self._inside else f"{self._rows_guard()}v1"
         if self._in_vectors(step):
-            return "base + i1", " & ".join(["m0"] * self._guarded(0) + ["v1"] * (not self._inside))
+            ends = "m1" if self.tile.even else "v1"
+            return "base + i1", " & ".join(["m0"] * self._guarded(0) + [ends] * (not self._inside))
         return offset, " & ".join(f"m{number}" for number in sorted(terms) if self._guarded(number))
 
     def _guarded(self, number: int) -> bool:
@@ -287,8 +288,7 @@ class IndexWriter:
         alone = rows is not None and rows.block == 1 and reduced != 0
         return number == 1 and not self._inside or number == 0 and not self.tile.peel and not alone
 
-    def _rows_guard(self) -> str:
-        """What a mask of whole rows begins with."""
+    def _rows_guard(self) -> str:  # what a mask of whole rows begins with
         return "m0 & " * self._guarded(0)
 
     def _store_axes(self, step: Step) -> list[int]:

@@ -94,8 +94,11 @@ def strips_of(body: Body, strip: int) -> int:
 
 def strip_warps(body: Body, strip: int, lane: int) -> int:
     """Warps that share a row: each thread has ``lane`` of its elements, and loads 16 bytes of each strip; 8 where rows lie off
-    16-byte boundaries."""
+    16-byte boundaries. Of rows that are stored wider than others are loaded it has no more of a strip than it stores at a time:
+    the compiler gives threads as many as they load of the narrowest, and exchanges results through shared memory."""
     vector = VECTOR if body.extent % 8 or not narrow(body) else 2 * VECTOR
+    if _widens(body):
+        return max(1, strip // (32 * VECTOR))
     return max(1, min(power_of_two(strip * strips_of(body, strip) // (32 * lane)), strip // (32 * vector)))
 
 
@@ -136,6 +139,13 @@ def walking(body: Body, strip: int, held: int) -> Walking:
 
 def _work(body: Body) -> int:
     return sum(step.stage == "expr" and step.level == FULL for step in body.steps)
+
+
+def _widens(body: Body) -> bool:
+    """Are results stored of more bytes than an operand has that is loaded?"""
+    full = [(step.stage, step.access.dtype.itemsize) for step in body.steps if step.level == FULL and step.access is not None]
+    loaded, stored = ([size for stage, size in full if stage == kind] for kind in ("load", "store"))
+    return bool(loaded) and max(stored, default=0) == 4 and min(loaded) < 4
 
 
 def _draws_by_eight(body: Body) -> bool:

@@ -65,6 +65,11 @@ class Tile:
         return walked(self.dims, self.strides[id(step)], self.axes) == self.row
 
     @property
+    def even(self) -> bool:
+        """Do rows that start on boundaries end on such, too, of which the compiler has to be told?"""
+        return self.ragged > 0 and self.axes[1].extent % self.ragged == 0
+
+    @property
     def cluster(self) -> int:
         """How many programs hold a row together."""
         return max(self.walk.programs, 1) if self.walk is not None else 1

@@ -283,7 +283,7 @@ class InstructionWriter(BitWriter):
             offset = f"{share} * {self._extent(axis)}{apart} + {offset}"
         value = step.args[0]
         where = f"{self._pointer(step)} + {offset}" if offset else self._pointer(step)
-        if offset in ("base + at", "base + i1") and not self._inside:
+        if offset in ("base + at", "base + i1") and not self._inside and not self.tile.even:
             rows, hint = self._rows_guard(), self._hint(step)
             self._line(f"tl.store({where}, {self._name(value)}, mask={rows}w1{hint})")
             ends = self._at_an_end()

@@ -1,0 +1,44 @@
+"""Indices are divided by what kernels are given without dividing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from graphs import check, kernels, record
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from codegen.division import reciprocal
+from codegen.fuse import plan
+
+LARGEST = 2**31 - 1
+
+
+@given(some.integers(2, LARGEST), some.integers(0, LARGEST), some.integers(0, LARGEST))
+@settings(max_examples=3000, deadline=None)
+def test_a_product_and_a_shift_divide_as_a_division_does(extent: int, index: int, multiple: int) -> None:
+    factor, shift = reciprocal(extent)
+    near = multiple // extent * extent
+    assert factor < 2**32 and 0 <= shift < 32
+    for one in (index, near, max(near - 1, 0), min(near + extent - 1, LARGEST), LARGEST):
+        assert one * factor >> (32 + shift) == one // extent
+
+
+def picked(*size: int) -> str:
+    """The source of a kernel that divides by the inner dimensions of ``size``."""
+    recording, _ = record(lambda x, y: x + y, torch.randn(size), torch.randn(size[0], *(1 for _ in size[1:-1]), size[-1]))
+    (step,) = kernels(plan(recording.graph))
+    return step.kernel.source.split("@triton.jit\n")[-1]
+
+
+def test_small_extents_are_numbers_multiples_of_16_are_divided_by_and_others_multiplied_with() -> None:
+    assert "% 3" in picked(40, 3, 5) and "// 3" in picked(40, 3, 5) and "_quotient" not in picked(40, 3, 5)
+    assert "% d1" in picked(40, 48, 5) and "_quotient" not in picked(40, 48, 5)
+    assert "_quotient(q2, d1_factor, d1_shift)" in picked(40, 49, 5) and picked(40, 49, 5) == picked(40, 50, 5)
+
+
+@pytest.mark.parametrize("size", [(40, 9, 5), (7, 12, 10), (30, 49, 3), (3, 1000, 2), (11, 255, 13), (2, 17, 31)], ids=str)
+def test_elements_stay_where_they_are(size: tuple[int, int, int]) -> None:
+    x, y, z = torch.randn(size), torch.randn(size[0], 1, size[2]), torch.randn(size[::-1])
+    check(lambda x, y, z: [x + y, x.permute(1, 0, 2).contiguous() * 2, x - z.permute(2, 1, 0)], x, y, z)
+    check(lambda x: [x.sum(0), x.flip(1).sum(2), x.flip(2)], x)
