@@ -1,7 +1,9 @@
 """Times launches on scratch memory of their own, never on a program's tensors.
 
-Scratch has the sizes, strides and shared buffers of the launch and holds zeros, so that indices are in range. Before each launch
-the L2 cache is filled with something else, as a step's other kernels do. Imports torch, `codegen.cuda_driver` and plan types.
+Scratch has the sizes, strides and shared buffers of the launch. Floating-point numbers are random, because functions take other
+ways at zero than elsewhere, and a GPU that computes with zeros takes less power; the rest is zeros, so that indices are in range.
+Before each launch the L2 cache is filled with something else, as a step's other kernels do. Imports torch, `codegen.cuda_driver`
+and plan types.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from ir_nodes.node import Node, Operand, Value, Write
 _ALIGNMENT = 512  # more than any kernel is compiled to expect
 _SHARE = 2  # scratch takes at most one part in so many of the free memory
 _KINDS: dict[str, type[Any]] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float, "fp64": ctypes.c_double}
+_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 Ready = tuple[KernelStep | ExternStep, Function | None]
@@ -90,6 +93,7 @@ class Bench:
         """The launches, made once already."""
         places = memory_places([step for step, _ in contestant], self._scratch)
         cuda_driver.fill(self._scratch, self._nbytes, stream)
+        self._draw([step for step, _ in contestant], places)
         launches: list[Callable[[], Any]] = []
         for step, function in contestant:
             if isinstance(step, KernelStep) and function is not None:
@@ -100,6 +104,14 @@ class Bench:
         for launch in launches:
             launch()
         return launches
+
+
+    def _draw(self, steps: Sequence[KernelStep | ExternStep], places: dict[object, int]) -> None:
+        generator = torch.Generator("cuda").manual_seed(0)
+        sizes = _sources(steps)
+        for source, dtype in floats(steps).items():
+            whole = sizes[source] // dtype.itemsize * dtype.itemsize
+            memory_at(places[source], whole).view(dtype).normal_(generator=generator)
 
 
 def memory_at(address: int, nbytes: int) -> torch.Tensor:
@@ -173,6 +185,19 @@ def _sources(steps: Sequence[KernelStep | ExternStep]) -> dict[object, int]:
             if isinstance(arg, Pointer):
                 found[_memory(arg)] = arg.source.nbytes if isinstance(arg.source, Temporary) else arg.source.buffer.nbytes
     return found
+
+
+def floats(steps: Sequence[KernelStep | ExternStep]) -> dict[object, torch.dtype]:
+    """The memory that all see as numbers of one floating-point type, and that type."""
+    seen: dict[object, set[torch.dtype]] = {}
+    for step in steps:
+        places = (*step.node.reads, *step.node.writes) if isinstance(step, ExternStep) else ()
+        for place in places:
+            seen.setdefault(place.value.buffer.index, set()).add(place.layout.dtype)
+        for arg in step.args if isinstance(step, KernelStep) else ():
+            if isinstance(arg, Pointer):
+                seen.setdefault(_memory(arg), set()).add(arg.dtype)
+    return {source: next(iter(found)) for source, found in seen.items() if len(found) == 1 and found <= _FLOATS}
 
 
 def _rounded(nbytes: int) -> int:

@@ -46,6 +46,21 @@ def test_arguments_have_the_signatures_types_and_the_plans_sizes() -> None:
         assert not isinstance(told, Size) or made.value == told.value
 
 
+def test_what_holds_floating_point_numbers_is_known() -> None:
+    """Not indices and masks, nor memory that is seen in two ways."""
+    def program(x: torch.Tensor, keep: torch.Tensor, index: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        return [(x.masked_fill(keep, 0.0) * 0.5).sum(1), x[index], y.view(torch.int16) + 1, y * 2]
+
+    inputs = (torch.ones(64, 32), torch.ones(64, 32) > 0, torch.zeros(5, dtype=torch.int64), torch.ones(64, dtype=torch.bfloat16))
+    recording, outs = record(program, *inputs)
+    planned = plan(recording.graph)
+    found = bench.floats(planned.steps)
+    dtypes = {index: found.get(index) for index in (buffer.index for buffer in recording.graph.buffers)}
+    given = list(recording.inputs)
+    assert [dtypes[index] for index in given] == [torch.float32, None, None, None]
+    assert sorted(str(dtype) for dtype in found.values()) == ["torch.bfloat16", *["torch.float32"] * 3]
+
+
 class FakeDriver:
     """Answers as libcuda would; every call of ``fails`` is refused."""
 
