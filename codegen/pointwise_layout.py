@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 
 from codegen.aligned import KNOWN, in_a_vector, over_rows, peel
-from codegen.body import Body, Step
+from codegen.body import Body
 from codegen.draws import WORDS, Stream
 from codegen.instructions import FULL
 from codegen.row_traits import narrow, slow
@@ -156,15 +156,13 @@ def _run(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuning) ->
 def _jumps(body: Body, strides: Strides) -> bool:
     """Does the place of some operand follow from the last dimension's index in another way than one by one? In blocks of several
     rows the compiler, which can't tell where neighbours lie then, lets threads walk down the columns."""
-    moving = {id(step) for step in body.steps if any(strides.get(id(step), ())[-1:])}
-
-    def along(step: Step) -> bool:
-        if id(step) not in moving and any(map(along, step.args)):
+    moving: set[int] = set()
+    for step in body.steps:
+        if any(strides.get(id(step), ())[-1:]) or any(id(arg) in moving for arg in step.args):
             moving.add(id(step))
-        return id(step) in moving
-
-    loads = [step for step in over_rows(body, strides) if step.stage in ("load", "take")]
-    return any(strides[id(step)][-1] > 1 or step.stage == "take" and any(map(along, step.args)) for step in loads)
+    found = [step for step in over_rows(body, strides) if step.stage in ("load", "take")]
+    picked = any(id(arg) in moving for step in found if step.stage == "take" for arg in step.args)
+    return picked or any(strides[id(step)][-1] > 1 for step in found)
 
 
 def _runs_on(strides: tuple[int, ...], dims: tuple[int, ...], count: int) -> bool:
