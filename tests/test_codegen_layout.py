@@ -182,3 +182,20 @@ def test_rows_on_boundaries_of_what_is_loaded_at_a_time_need_no_other_masks(colu
         assert "shift" not in only(lambda x: x.softmax(-1), x.to(dtype)).kernel.source
         assert "shift" in only(lambda x: x.softmax(-1), data(5000, columns + 1).to(dtype)).kernel.source
         check(lambda x: x.softmax(-1), x[:6].to(dtype))
+
+
+def test_rows_in_which_an_operand_jumps_do_not_share_blocks() -> None:
+    """Threads would walk down their columns. Rows whose place is looked up, but not their elements' places, may."""
+    def rows_of_a_block(step: KernelStep) -> int:
+        return dict(step.kernel.constexprs)["B0"]
+
+    pooled = only(lambda x: F.avg_pool2d(x, 2), torch.randn(64, 64, 112, 112))
+    assert is_flat(pooled)
+    rolled = only(lambda x: x.roll(3, 1) * 2, data(9000, 304))
+    looked_up = only(lambda x, i: x.index_select(0, i) * 2, data(900, 304), torch.zeros(9000, dtype=torch.int64))
+    assert not is_flat(rolled) and rows_of_a_block(rolled) == 1
+    assert not is_flat(looked_up) and rows_of_a_block(looked_up) > 1
+    assert is_flat(only(lambda x: x[:, ::2] * 2, data(9000, 96)))
+    for columns in (20, 47, 96, 304):
+        check(lambda x: [x.roll(3, 1) * 2, x[:, ::2] + 1, x[:, ::3].flip(1)], data(11, columns))
+        check(lambda x: F.avg_pool2d(x, 2), data(2, 3, 6, columns))
