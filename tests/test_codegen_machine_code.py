@@ -202,7 +202,8 @@ def test_a_short_shares_loads_are_under_way_together() -> None:
 
 
 def test_the_ends_of_rows_cost_columns_nothing_elsewhere() -> None:
-    """Only programs whose block holds the end of the rows store parts of vectors, unless each row's ends lie elsewhere."""
+    """Only programs whose block holds the end of the rows store parts of vectors, unless each row's ends lie elsewhere; none do
+    where rows end with a vector."""
     def program(grad: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> list[torch.Tensor]:
         out.copy_(torch.ops.aten.gelu_backward(grad, x))
         return [out, out.sum(0)]
@@ -211,8 +212,9 @@ def test_the_ends_of_rows_cost_columns_nothing_elsewhere() -> None:
     for length, room in ((101, 104), (101, 101), (99, 99), (96, 104), (16, 24)):
         made = check(program, *(padded(40, length, room) for _ in range(3)), tuning=narrow, atol=2e-2, rtol=2e-2)
         sources = [step.kernel.source for step in kernels(made)]
-        (source,) = (source for source in sources if "(w1 == 0)" in source)
-        assert ("if " in source) == (room % 8 == 0), (length, room)
+        cut = [source for source in sources if "(w1 == 0)" in source]
+        assert len(cut) == (length % 8 > 0), (length, room)
+        assert all(("if " in source) == (room % 8 == 0) for source in cut), (length, room)
 
 
 def test_rows_that_would_leave_registers_empty_are_looped_over() -> None:

@@ -70,7 +70,7 @@ def test_a_rows_number_is_loaded_while_the_row_before_is_worked_on(rows: tuple[i
 def test_rows_numbers_may_lie_in_another_order() -> None:
     g, x = data(5, 9, 300), data(5, 9, 300, seed=1)
     source = near(scaled, g, x, data(9, 5, seed=2).t()[..., None])
-    assert ahead(source) and "_next % d" in source
+    assert ahead(source) and "_next, d1_factor, d1_shift)" in source
 
 
 def test_what_the_machine_copies_ahead_by_itself_is_left_to_it() -> None:
