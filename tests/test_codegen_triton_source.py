@@ -109,10 +109,8 @@ LOSS = '''    cuda.gdc_wait()  # for the kernel before this one
         t16_acc = t16_acc * libdevice.fast_expf(t15_acc - t15_base) + t16_in
         t15_acc = t15_new
     i1 = last + tl.arange(0, B1)[None, :]
-    m1 = i1 < n1
-    v1 = i1 < (n1 + 7) // 8 * 8
-    w1 = i1 < n1 // 8 * 8
-    t17 = tl.load(p2 + base + i1, mask=v1).to(tl.float32)
+    m1 = i1 < n1 // 8 * 8
+    t17 = tl.load(p2 + base + i1, mask=m1).to(tl.float32)
     t18 = t17
     t15_in = tl.reshape(tl.where(m1, t18, float("-inf")), [B0, B1 // 8, 8])
     t15_new = tl.maximum(t15_acc, tl.reduce(t15_in, 2, _max), propagate_nan=tl.PropagateNan.ALL)
@@ -139,17 +137,13 @@ LOSS = '''    cuda.gdc_wait()  # for the kernel before this one
         t27 = t26.to(tl.bfloat16).to(tl.float32)
         tl.store(p3 + base + i1, t27)
     i1 = last + tl.arange(0, B1)[None, :]
-    m1 = i1 < n1
-    v1 = i1 < (n1 + 7) // 8 * 8
-    w1 = i1 < n1 // 8 * 8
-    t17 = tl.load(p2 + base + i1, mask=v1).to(tl.float32)
+    m1 = i1 < n1 // 8 * 8
+    t17 = tl.load(p2 + base + i1, mask=m1).to(tl.float32)
     t18 = t17
     t25 = tl.exp2((t18 - t15) * 1.4426950408889634 - t19 * 1.4426950408889634)
     t26 = t9 - t25 * t11
     t27 = t26.to(tl.bfloat16).to(tl.float32)
-    tl.store(p3 + base + i1, t27, mask=w1)
-    # the rest of the vectors at the row's ends
-    tl.store(p3 + base + i1, t27, mask=m1 & (w1 == 0))
+    tl.store(p3 + base + i1, t27, mask=m1)
     tl.store(p4 + i0, t21)
     tl.debug_barrier()  # what follows replaces an element that another thread may have stored
     tl.store(p3 + i0 * n1 + t7, t24, mask=(t7 >= 0) & (t7 < n1))
