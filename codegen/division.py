@@ -18,7 +18,7 @@ def divided(arguments: ArgumentList, index: str, dim: int, extent: int) -> tuple
     """Lines that define ``q{dim}`` and ``x{dim}``, the quotient and the rest of ``index`` by the dimension's extent."""
     if extent > SMALL and extent % KNOWN and not arguments.wide:
         factor, shift = reciprocal(extent)
-        given = (arguments.size(f"d{dim}_factor", factor - (1 << 32)), arguments.size(f"d{dim}_shift", shift))
+        given = (arguments.constant(f"d{dim}_factor", factor - (1 << 32)), arguments.constant(f"d{dim}_shift", shift))
         size = arguments.size(f"d{dim}", extent)
         return f"q{dim} = _quotient({index}, {given[0]}, {given[1]})", f"x{dim} = {index} - q{dim} * {size}"
     size = str(extent) if extent <= SMALL else arguments.size(f"d{dim}", extent)

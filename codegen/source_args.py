@@ -24,6 +24,7 @@ class ArgumentList:
         self.wide = wide
         self._scratch = scratch
         self._known: dict[tuple[object, ...], str] = {}
+        self._unrelated: set[str] = set()
 
     def names(self) -> list[str]:
         return [name for name, _, _ in self.entries]
@@ -50,6 +51,11 @@ class ArgumentList:
         """A named extent; one name always holds one value."""
         return self._add(("n", name), name, "i64" if self.wide else "i32", Size(value))
 
+    def constant(self, name: str, value: int) -> str:
+        """A named number that elements are computed with, and no place in memory: whether 16 divides it selects no kernel."""
+        self._unrelated.add(name)
+        return self.size(name, value)
+
     def stride(self, value: int) -> str:
         """A stride or count; equal ones share an argument."""
         count = sum(1 for key in self._known if key[0] == "s")
@@ -72,11 +78,11 @@ class ArgumentList:
         return self._add(("offset", id(state)), "drawn", "i64", Offset(state, increment))
 
     def divisible(self) -> tuple[str, ...]:
-        """Names of pointers and integers that are multiples of 16."""
+        """Names of pointers and integers that are multiples of 16, where that says something of addresses."""
         out = []
         for name, _, argument in self.entries:
             if isinstance(argument, Pointer) and argument.byte_offset % 16 == 0:
                 out.append(name)
-            elif isinstance(argument, Size) and argument.value % 16 == 0:
+            elif isinstance(argument, Size) and argument.value % 16 == 0 and name not in self._unrelated:
                 out.append(name)
         return tuple(out)

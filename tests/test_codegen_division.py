@@ -10,6 +10,7 @@ from hypothesis import strategies as some
 
 from codegen.division import reciprocal
 from codegen.fuse import plan
+from codegen.kernel import Kernel
 
 LARGEST = 2**31 - 1
 
@@ -24,17 +25,27 @@ def test_a_product_and_a_shift_divide_as_a_division_does(extent: int, index: int
         assert one * factor >> (32 + shift) == one // extent
 
 
-def picked(*size: int) -> str:
-    """The source of a kernel that divides by the inner dimensions of ``size``."""
+def kernel_of(*size: int) -> Kernel:
+    """One that divides by the inner dimensions of ``size``."""
     recording, _ = record(lambda x, y: x + y, torch.randn(size), torch.randn(size[0], *(1 for _ in size[1:-1]), size[-1]))
     (step,) = kernels(plan(recording.graph))
-    return step.kernel.source.split("@triton.jit\n")[-1]
+    return step.kernel
+
+
+def picked(*size: int) -> str:
+    """Its source."""
+    return kernel_of(*size).source.split("@triton.jit\n")[-1]
 
 
 def test_small_extents_are_numbers_multiples_of_16_are_divided_by_and_others_multiplied_with() -> None:
     assert "% 3" in picked(40, 3, 5) and "// 3" in picked(40, 3, 5) and "_quotient" not in picked(40, 3, 5)
     assert "% d1" in picked(40, 48, 5) and "_quotient" not in picked(40, 48, 5)
     assert "_quotient(q2, d1_factor, d1_shift)" in picked(40, 49, 5) and picked(40, 49, 5) == picked(40, 50, 5)
+
+
+def test_a_factor_that_16_divides_selects_no_kernel() -> None:
+    found = next(extent for extent in range(50, 200) if extent % 16 and reciprocal(extent)[0] % 16 == 0)
+    assert kernel_of(40, 49, 5) == kernel_of(40, found, 5)
 
 
 @pytest.mark.parametrize("size", [(40, 9, 5), (7, 12, 10), (30, 49, 3), (3, 1000, 2), (11, 255, 13), (2, 17, 31)], ids=str)
