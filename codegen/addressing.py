@@ -250,8 +250,8 @@ class IndexWriter:
         if stride == 1:
             return index
         inner = self._axis(1)
-        dense = inner.dims and self._linear(strides, 1) and strides[inner.dims[-1]] == 1
-        if number == 0 and dense and stride == inner.extent and index == "i0":
+        dense = number == 0 and inner.dims and self._linear(strides, 1) and strides[inner.dims[-1]] == 1
+        if dense and stride == inner.extent and index == "i0":
             return f"{index} * {self._extent(1)}"
         return f"{index} * {self.arguments.stride(stride)}"
 

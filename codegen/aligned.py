@@ -44,8 +44,7 @@ def walked(dims: tuple[int, ...], strides: tuple[int, ...], axes: tuple[Axis | N
 def peel(tile: Tile, body: Body) -> Tile:
     """The tile with the rows' ends taken off where that lets whole blocks run without masks, loading 16 bytes at a time."""
     full = over_rows(body, tile.strides)
-    strides = _row_strides(tile, full)
-    width = in_a_vector(full, *strides)
+    strides, width = _walk(tile, full)
     if not settings.enabled("aligned_rows"):
         return tile
     flat = tile.axes[0] is None
@@ -62,8 +61,7 @@ def cover(tile: Tile, body: Body, shortest: int) -> Tile:
     nevertheless. Rows below ``shortest`` elements are left as they are, and rows that fill their lanes, so that none are left for
     what lies between a boundary and a row's start."""
     full = over_rows(body, tile.strides)
-    strides = _row_strides(tile, full)
-    width = in_a_vector(full, *strides)
+    strides, width = _walk(tile, full)
     if not settings.enabled("aligned_rows") or len(strides) != 1 or not strides[0] % width or tile.shares % width:
         return tile
     short = tile.reduced_axis == 1 and tile.axes[1].block * max(tile.strips, 1) < tile.axes[1].extent + width - 1
@@ -78,8 +76,7 @@ def end_in_vectors(tile: Tile, body: Body, shortest: int) -> Tile:
     if tile.peel > 1 or tile.covered or tile.depth or tile.axes[0] is None or tile.axes[2] is not None or body.backwards:
         return tile
     full = [step for step in over_rows(body, tile.strides) if step.stage in ("load", "store")]
-    strides = _row_strides(tile, full)
-    width = in_a_vector(full, *strides)
+    strides, width = _walk(tile, full)
     cut = tile.share and tile.reduced_axis == 1 and not tile.mixed  # programs' shares of a row begin anywhere
     if not settings.enabled("aligned_rows") or cut or len(strides) != 1 or strides[0] % width:
         return tile
@@ -121,6 +118,12 @@ def in_a_vector(steps: Sequence[Step], *strides: int) -> int:
     widest = 16 // min((step.access.dtype.itemsize for step in steps if step.access is not None), default=16)
     fitting = (width for width in (widest, widest // 2, widest // 4) if width >= FEWEST)
     return next((width for width in fitting if not any(stride % width for stride in strides)), widest)
+
+
+def _walk(tile: Tile, steps: Sequence[Step]) -> tuple[list[int], int]:
+    """The strides of these operands' rows, and how many elements of them are loaded at a time."""
+    strides = _row_strides(tile, steps)
+    return strides, in_a_vector(steps, *strides)
 
 
 def _row_strides(tile: Tile, steps: Sequence[Step]) -> list[int]:

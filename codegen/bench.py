@@ -12,7 +12,7 @@ import ctypes
 import functools
 import statistics
 from itertools import accumulate
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 
@@ -176,28 +176,28 @@ def _memory(arg: Pointer) -> object:
 
 def _sources(steps: Sequence[KernelStep | ExternStep]) -> dict[object, int]:
     """The bytes of each piece of memory."""
-    found: dict[object, int] = {}
-    for step in steps:
-        if isinstance(step, ExternStep):
-            found.update((place.value.buffer.index, place.value.buffer.nbytes) for place in (*step.node.reads, *step.node.writes))
-            continue
-        for arg in step.args:
-            if isinstance(arg, Pointer):
-                found[_memory(arg)] = arg.source.nbytes if isinstance(arg.source, Temporary) else arg.source.buffer.nbytes
-    return found
+    return {source: nbytes for source, nbytes, _ in _touched(steps)}
 
 
 def floats(steps: Sequence[KernelStep | ExternStep]) -> dict[object, torch.dtype]:
     """The memory that all see as numbers of one floating-point type, and that type."""
     seen: dict[object, set[torch.dtype]] = {}
-    for step in steps:
-        places = (*step.node.reads, *step.node.writes) if isinstance(step, ExternStep) else ()
-        for place in places:
-            seen.setdefault(place.value.buffer.index, set()).add(place.layout.dtype)
-        for arg in step.args if isinstance(step, KernelStep) else ():
-            if isinstance(arg, Pointer):
-                seen.setdefault(_memory(arg), set()).add(arg.dtype)
+    for source, _, dtype in _touched(steps):
+        seen.setdefault(source, set()).add(dtype)
     return {source: next(iter(found)) for source, found in seen.items() if len(found) == 1 and found <= _FLOATS}
+
+
+def _touched(steps: Sequence[KernelStep | ExternStep]) -> Iterator[tuple[object, int, torch.dtype]]:
+    """Each piece of memory with its bytes and what it is seen as, as often as something reads or writes it."""
+    for step in steps:
+        if isinstance(step, ExternStep):
+            for place in (*step.node.reads, *step.node.writes):
+                yield place.value.buffer.index, place.value.buffer.nbytes, place.layout.dtype
+            continue
+        for arg in step.args:
+            if isinstance(arg, Pointer):
+                nbytes = arg.source.nbytes if isinstance(arg.source, Temporary) else arg.source.buffer.nbytes
+                yield _memory(arg), nbytes, arg.dtype
 
 
 def _rounded(nbytes: int) -> int:

@@ -141,8 +141,9 @@ class BodyBuilder:
         args = tuple(self._made[id(arg)] for arg in instr.args)
         level = level_in(self.group, unit, instr.level)
         crossed = unit in self.group.crossed
+        across = crossed and level == KEPT
         if instr.kind == "load":
-            return self._load(instr, level, args, crossed and level == KEPT)
+            return self._load(instr, level, args, across)
         if instr.kind == "store":
             return self._write(instr, args[0], level, crossed)
         if instr.kind == "gather":
@@ -150,8 +151,8 @@ class BodyBuilder:
         if instr.kind in ("take", "put"):
             return self._scattered(instr, args, level)
         if instr.kind == "coord":
-            kept = crossed and level == KEPT or unit in self.group.kept_units
-            return self._coordinate(instr.payload, level, kept, crossed and level == KEPT)  # type: ignore[arg-type]
+            kept = across or unit in self.group.kept_units
+            return self._coordinate(instr.payload, level, kept, across)  # type: ignore[arg-type]
         if instr.kind == "random":
             seed, offset, place = args
             return self.body.add(Step("random", instr.dtype, level, 0, (seed, offset), form=place.form,

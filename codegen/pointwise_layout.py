@@ -83,7 +83,8 @@ def pointwise_tile(body: Body, dims: tuple[int, ...], strides: Strides, tuning: 
     if tuning.pointwise_block > 4096:
         block = min(usual, power_of_two(body.numel))
     exchanged = _exchanged(body, dims, strides) if len(dims) > 1 and dims[last] >= 16 else None
-    run = 1 if exchanged is not None else _run(body, dims, strides, tuning)
+    jumps = _jumps(body, strides)
+    run = 1 if exchanged is not None else _run(body, dims, strides, tuning, jumps)
     if run == len(dims):
         axis = Axis(tuple(range(len(dims))), body.numel, block)
         apart = _words_apart(body, dims, strides)
@@ -102,7 +103,7 @@ def pointwise_tile(body: Body, dims: tuple[int, ...], strides: Strides, tuning: 
     axes = (Axis(tuple(range(len(dims) - run)), outer_extent, outer), Axis(inmost, along, inner), None)
     several = Tile(dims, strides, axes, None, False, 0, warps_for(inner * outer, lane))
     alone = replace(several, axes=(replace(axes[0], block=1), axes[1], None), num_warps=warps_for(inner, lane))
-    tile = alone if _jumps(body, strides) else several
+    tile = alone if jumps else several
     if inner < tuning.peeled * (1 if outer == 1 else 2 if along > inner else 4):
         return tile
     if outer == 1:
@@ -133,11 +134,11 @@ def _squares(body: Body, dims: tuple[int, ...], strides: Strides, exchanged: int
     return Tile(dims, strides, (square[0], square[1], outer_axis), None, False, 0, warps)
 
 
-def _run(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuning) -> int:
-    """How many of the last dimensions are walked as one: all where rows are very short, or short and some operand's place jumps
-    from each of their elements to the next; several where rows are short and lie off 16-byte boundaries, but memory runs on from
-    row to row: as few as start on boundaries, and let smaller operands run on, too, if there are such."""
-    if len(dims) <= 1 or dims[-1] < (ALONE if _jumps(body, strides) else 16):
+def _run(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuning, jumps: bool) -> int:
+    """How many of the last dimensions are walked as one: all where rows are very short, or short and some operand's place
+    ``jumps`` from each of their elements to the next; several where rows are short and lie off 16-byte boundaries, but memory
+    runs on from row to row: as few as start on boundaries, and let smaller operands run on, too, if there are such."""
+    if len(dims) <= 1 or dims[-1] < (ALONE if jumps else 16):
         return len(dims)
     full = [step for step in over_rows(body, strides) if step.stage in ("load", "store")]
     width = in_a_vector(full)
