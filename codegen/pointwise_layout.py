@@ -70,9 +70,9 @@ def _in_parts(body: Body, dims: tuple[int, ...], strides: Strides) -> bool:
 
 
 def pointwise_tile(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuning) -> Tile:
-    """Flat, in rows, or in squares."""
+    """Flat, in rows, or in squares; a single element has no dimension."""
     last = len(dims) - 1
-    in_parts = _in_parts(body, dims, strides)
+    in_parts = bool(dims) and _in_parts(body, dims, strides)
     lane = _lane(body, dims, strides, tuning, in_parts)
     usual = tuning.pointwise_block * (2 if lane > tuning.pointwise_lane and tuning.pointwise_block <= 4096 else 1)
     if in_parts and lane < tuning.pointwise_lane:  # as many threads
@@ -83,7 +83,7 @@ def pointwise_tile(body: Body, dims: tuple[int, ...], strides: Strides, tuning: 
     if tuning.pointwise_block > 4096:
         block = min(usual, power_of_two(body.numel))
     exchanged = _exchanged(body, dims, strides) if len(dims) > 1 and dims[last] >= 16 else None
-    jumps = _jumps(body, strides)
+    jumps = bool(dims) and _jumps(body, strides)
     run = 1 if exchanged is not None else _run(body, dims, strides, tuning, jumps)
     if run == len(dims):
         axis = Axis(tuple(range(len(dims))), body.numel, block)
