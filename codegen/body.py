@@ -247,11 +247,11 @@ class BodyBuilder:
         assert access is not None
         interval, rest = instr.payload  # type: ignore[misc]
         source = self._current.get(self._place(access, access.form))
-        if source is None or source.level != FULL:
+        if source is None:
             step = Step("gather", instr.dtype, KEPT, 0, (index,), access=access, form=self._full(rest, KEPT),
                         kept_form=rest, payload=instr.payload)
             return self.body.add(step)
-        alone = pick(self.body, source, index, interval, self._writes)
+        alone = pick(self.body, source, index, interval, self._writes) if source.level == FULL else None
         if alone is not None:
             return alone
         lower, upper = interval

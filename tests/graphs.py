@@ -121,7 +121,6 @@ def check(program: Callable[..., Any], *inputs: torch.Tensor, count: int | None 
     ``count``: how many kernels it must have; ``extern``: how many nodes ATen must run; ``combos``: let kernels share launches.
     """
     recording, outs = record(program, *inputs)
-    wanted = {index: data.clone() for index, data in recording.expected.items()}
     made = plan(recording.graph, tuning=tuning)
     made = combine(made) if combos else made
     text = "\n".join([str([node.target for node in step.nodes]) for step in kernels(made)]
@@ -130,15 +129,21 @@ def check(program: Callable[..., Any], *inputs: torch.Tensor, count: int | None 
         assert len(kernels(made)) == count, text
     if extern is not None:
         assert len(externs(made)) == extern, text
-    memory = execute(recording, made)
-    held = {value.buffer.index for value in recording.graph.outputs()}
-    for tensor in [*outs, *inputs]:
-        index = buffer_of(recording, wanted, tensor)
-        if index in held:
-            assert_same(typed(memory[index], tensor), tensor, rtol, atol)
+    compare(recording, made, [*outs, *inputs], rtol, atol)
     if tuning is not INTERPRETER:  # no GPU ever gets such blocks: they are as large as numpy likes them
         compile_all(made)
     return made
+
+
+def compare(recording: Recording, made: Plan, tensors: Sequence[torch.Tensor], rtol: float | None, atol: float | None) -> None:
+    """Run the plan in the interpreter; what it leaves in these tensors' memory has to be what eager mode left there."""
+    wanted = {index: data.clone() for index, data in recording.expected.items()}
+    memory = execute(recording, made)
+    held = {value.buffer.index for value in recording.graph.outputs()}
+    for tensor in tensors:
+        index = buffer_of(recording, wanted, tensor)
+        if index in held:
+            assert_same(typed(memory[index], tensor), tensor, rtol, atol)
 
 
 def buffer_of(recording: Recording, wanted: dict[int, torch.Tensor], tensor: torch.Tensor) -> int | None:

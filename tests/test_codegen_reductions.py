@@ -171,6 +171,17 @@ def test_cross_entropy_of_images_and_of_tokens(shape: tuple[int, ...], reduction
     check(lambda x: cross_entropy(x, target, None, reduction), last, tuning=tuning, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("alike", [
+    lambda x: x[:, :1], lambda x: x[:, :1].expand(-1, 7), lambda x: x.sum(1, keepdim=True).expand(-1, 7), torch.zeros_like,
+], ids=["one class", "seen seven times", "a sum", "zeros"])  # fmt: skip
+def test_losses_of_classes_that_are_all_alike(alike: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """What a loss picks of each row is no element of the row then, and is nowhere in memory before the kernel ends."""
+    target = torch.tensor([0, -100, 0, 0])
+    check(lambda x: F.cross_entropy(alike(x), target, reduction="none"), data(4, 7))
+    check(lambda x: [F.log_softmax(alike(x), 1), F.nll_loss(alike(x) * 2, target)], data(4, 7))
+    check(lambda x: cross_entropy(alike(x), target, None, "mean"), data(4, 7))
+
+
 def test_what_stands_for_the_sum_of_weights_without_a_sum() -> None:
     target = torch.tensor([3, -100, 0, 6])
     aten = torch.ops.aten
