@@ -1,5 +1,5 @@
-"""Lowers concatenation and writes into parts of filled tensors to index arithmetic. Imports torch, `ir_nodes` and codegen's
-lowering modules."""
+"""Lowers concatenation, pads and gradients of slices to index arithmetic. Imports torch, `ir_nodes` and codegen's lowering
+modules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from codegen.expressions import Unsupported
 from codegen.index_maps import Window
-from codegen.instructions import Instr, MemAccess, Part
+from codegen.instructions import Instr, Part
 from codegen.limits import check_part
 from codegen.lowering import Lowering, arguments, fill_of
 from codegen.promotion import HALF, compute_dtype
@@ -24,7 +24,6 @@ Size = tuple[int, ...]
 
 MOST_SOURCES = 4
 """More than so many tensors are copied into place one by one: every element of one kernel would ask which it belongs to."""
-
 
 def lower_cat(node: Node, known: Known) -> list[Part]:
     """cat and stack: a choice by index where there are a few sources, else a store into its part of the result for each."""
@@ -154,46 +153,3 @@ def choose(lowering: Lowering, condition: Instr, left: Instr, right: Instr) -> I
     chosen = lowering.expr("tl.where({0}, {1}, {2})", condition, left, right, dtype=left.dtype)
     chosen.rounded = left.rounded if left.rounded is right.rounded else None
     return chosen
-
-
-def over_filled(part: Part, known: Known) -> Part:
-    """``part``, or where it writes a run of each row of a tensor that was only filled with a number, one that writes the whole.
-
-    The fill then has no reader, and whoever reads the result finds it in registers.
-    """
-    write = part.node.writes[0]
-    stores = [instr.access for instr in part.instrs if instr.kind == "store"]
-    base = write.base
-    if len(part.node.writes) != 1 or part.reduced is not None or len(stores) != 1 or base is None or len(base.users) != 1:
-        return part
-    if base.producer is None or any(access.value is base for mode, access in part.accesses() if mode == "r"):
-        return part
-    (store,) = stores
-    filled = fill_of(Operand(base, base.producer.writes[0].layout))
-    window = _row_window(store, base.buffer.nbytes // store.dtype.itemsize) if store is not None else None
-    if filled is None or window is None or store is None or base.producer.writes[0].layout.dtype is not store.dtype:
-        return part
-    shape = (base.buffer.nbytes // store.dtype.itemsize // window.whole, window.whole)
-    lowering = Lowering(part.node, shape)
-    valid = within(lowering, window.start, window.extent, window.whole, lowering.coord(1))
-    try:
-        value = Puller(lowering, known, valid).part(part, window_mapper(window, part.numel), 0, True)
-    except Unsupported:
-        return part
-    other = lowering.cast(lowering.read(filled, value.dtype), store.dtype)
-    lowering.store(write.value, Layout.contiguous(store.dtype, shape), choose(lowering, valid, value, other))
-    try:
-        check_part(lowering.part)
-    except Unsupported:
-        return part
-    return lowering.part
-
-
-def _row_window(store: MemAccess, numel: int) -> Window | None:
-    """The window of rows that together make the whole buffer."""
-    run, rest = (store.form[-1][0], store.form[:-1]) if store.form and store.form[-1][1] == 1 else (1, store.form)
-    if len(rest) > 1 or store.byte_offset % store.dtype.itemsize:
-        return None
-    outer, row = rest[0] if rest else (1, numel)
-    start = store.byte_offset // store.dtype.itemsize
-    return Window(1, run, row, start) if outer * row == numel and start + run <= row else None

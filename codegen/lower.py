@@ -17,6 +17,7 @@ from codegen import (
     losses,
     normalisation,
     optimizers,
+    overwriting,
     packing,
     pooling,
     positions,
@@ -190,4 +191,4 @@ def _lower_named(node: Node, scratch: int, tuning: Tuning, known: Known) -> list
         if node.name in table:
             return table[node.name](node)
     part = lower_pointwise(node)
-    return [joining.over_filled(part, known) if settings.enabled("windows") else part]
+    return [overwriting.over_whole(part, known) if settings.enabled("windows") else part]

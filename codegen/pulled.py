@@ -4,8 +4,8 @@ they store, so that slices, pads and concatenations take no memory of their own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Callable
+from dataclasses import dataclass, field, replace
+from typing import Callable, Mapping
 
 import torch
 
@@ -71,11 +71,13 @@ def window_mapper(window: Window, numel: int, before: Mapper = identity_mapper) 
 
 @dataclass(slots=True)
 class Puller:
-    """Writes into ``lowering`` what operands hold where ``valid`` (a bool instruction) is true."""
+    """Writes into ``lowering`` what operands hold where ``valid`` (a bool instruction) is true. ``held``: values that it
+    has whole and reads only where they lie."""
 
     lowering: Lowering
     known: Known
     valid: Instr
+    held: Mapping[Value, Instr] = field(default_factory=dict)
 
     def operand(self, access: MemAccess, dtype: torch.dtype, rounded: torch.dtype | None, mapper: Mapper,
                 depth: int = 0, alone: bool = True) -> Instr:
@@ -84,7 +86,9 @@ class Puller:
         part = self.known.parts.get(access.value)
         instrs = self.lowering.part.instrs
         alone &= len(access.value.users) == 1 and not access.value.buffer.live
-        if part is not None and depth < MAX_DEPTH and len(instrs) < MAX_INSTRUCTIONS and self._is_cheap(part, access, alone):
+        held = self.held.get(access.value)
+        fits = depth < MAX_DEPTH and len(instrs) < MAX_INSTRUCTIONS
+        if part is not None and held is None and fits and self._is_cheap(part, access, alone):
             before = len(instrs)
             try:
                 return self.part(part, _chained(part, access, mapper), depth + 1, alone)
@@ -94,6 +98,8 @@ class Puller:
         if mapped is None:
             raise Unsupported("its operands' dimensions do not nest")
         form, byte_offset, shift = mapped
+        if held is not None:
+            return _where_it_lies(held, form, byte_offset)
         seen = replace(access, form=form, byte_offset=byte_offset, shift=shift, level=FULL)
         return self.lowering.add(Instr("load", dtype, FULL, (self.valid,), access=seen, rounded=rounded))
 
@@ -154,3 +160,10 @@ def _chained(part: Part, access: MemAccess, mapper: Mapper) -> Mapper:
         return None if picked is None else mapper(picked[0], byte_offset + picked[1] * size, size)
 
     return chained
+
+
+def _where_it_lies(whole: Instr, form: Form, byte_offset: int) -> Instr:
+    """``whole`` for a reader of these of its elements; what is only filled with a number has that everywhere."""
+    if whole.access is not None and (whole.access.form, whole.access.byte_offset) != (form, byte_offset):
+        raise Unsupported("it reads one part of what it writes another of")
+    return whole

@@ -1,0 +1,98 @@
+"""Lets an op that writes in place into a part of what another has just made write the whole, so that both are one kernel and
+whoever reads the result finds it in registers. Imports `ir_nodes` and codegen's lowering modules.
+
+Eager mode writes a fill, or a copy of a gradient, and then writes a part of it again.
+"""
+
+from __future__ import annotations
+
+from codegen.expressions import Unsupported
+from codegen.index_maps import Window
+from codegen.instructions import MemAccess, Part
+from codegen.joining import MOST_SOURCES, choose, within
+from codegen.limits import check_part
+from codegen.lowering import Lowering, fill_of
+from codegen.pulled import Known, Puller, window_mapper
+from ir_nodes.layout import Layout
+from ir_nodes.node import Node, Operand, Value
+
+MOST_BETWEEN = 8
+"""How many nodes are looked at that may lie between a value and a write into a part of it."""
+
+
+def over_whole(part: Part, known: Known) -> Part:
+    """``part``, or where it writes a run of each row of what was only filled with a number, or of what another elementwise op has
+    just made, one that writes the whole. A fill then has no reader, and a maker shares a kernel with the write."""
+    node, place = part.node, _place_of(part)
+    between = _between(place[1].value, node) if place is not None else None
+    if place is None or between is None:
+        return part
+    window, whole = place
+    lowering = Lowering(node, whole.layout.size)
+    if fill_of(whole) is None and not _made_whole(known, lowering.access(whole.value, whole.layout)):
+        return part
+    try:
+        other = lowering.load(whole)
+        valid = within(lowering, window.start, window.extent, window.whole, lowering.coord(1))
+        value = Puller(lowering, known, valid, {whole.value: other}).part(part, window_mapper(window, part.numel), 0, True)
+        lowering.store(node.writes[0].value, whole.layout, choose(lowering, valid, value, other))
+        check_part(lowering.part)
+    except Unsupported:
+        return part
+    read = [access.value.producer for mode, access in lowering.part.accesses() if mode == "r"]
+    return part if any(maker in between for maker in read) else lowering.part
+
+
+def _place_of(part: Part) -> tuple[Window, Operand] | None:
+    """The run of each row that an elementwise part writes, and the rows, which are all that was there before; None where it
+    writes something else."""
+    stores = [instr.access for instr in part.instrs if instr.kind == "store" and instr.access is not None]
+    base = part.node.writes[0].base
+    if len(part.node.writes) != 1 or part.reduced is not None or len(stores) != 1 or base is None:
+        return None
+    (store,), numel = stores, base.buffer.nbytes // stores[0].dtype.itemsize
+    window = _row_window(store, numel)
+    if window is None:
+        return None
+    return window, Operand(base, Layout.contiguous(store.dtype, (numel // window.whole, window.whole)))
+
+
+def _row_window(store: MemAccess, numel: int) -> Window | None:
+    """The window of rows that together make the whole buffer; None where it is all of them."""
+    run, rest = (store.form[-1][0], store.form[:-1]) if store.form and store.form[-1][1] == 1 else (1, store.form)
+    if len(rest) > 1 or store.byte_offset % store.dtype.itemsize:
+        return None
+    outer, row = rest[0] if rest else (1, numel)
+    start = store.byte_offset // store.dtype.itemsize
+    return Window(1, run, row, start) if run < row and outer * row == numel and start + run <= row else None
+
+
+def _between(base: Value, writer: Node) -> dict[Node, None] | None:
+    """What reads ``base`` for its ``writer`` alone, as in gradients of writes in place; None where others read it."""
+    found: dict[Node, None] = {}
+    waiting = [node for node in base.users if node is not writer]
+    while waiting:
+        node = waiting.pop()
+        if node in found:
+            continue
+        found[node] = None
+        if len(found) > MOST_BETWEEN or any(write.base is not None or write.value.buffer.live for write in node.all_writes()):
+            return None
+        waiting += [user for write in node.all_writes() for user in write.value.users if user is not writer]
+    return found
+
+
+def _made_whole(known: Known, whole: MemAccess) -> bool:
+    """Has an elementwise op made all of the value, element by element as it lies in memory? So has one that wrote a part of it
+    and does as `over_whole` says; after a few such, elements would have too many parts to ask for."""
+    value = whole.value
+    for _ in range(MOST_SOURCES):
+        part, maker = known.parts.get(value), value.producer
+        stores = [instr.access for instr in part.instrs if instr.kind == "store" and instr.access] if part is not None else []
+        if part is None or maker is None or not any((store.form, store.dtype) == (whole.form, whole.dtype) for store in stores):
+            return False
+        write = maker.writes[0]
+        if write.base is None or part.numel == write.layout.numel:
+            return True
+        value = write.base
+    return False
