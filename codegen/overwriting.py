@@ -6,6 +6,7 @@ Eager mode writes a fill, or a copy of a gradient, and then writes a part of it 
 
 from __future__ import annotations
 
+from codegen import forms
 from codegen.expressions import Unsupported
 from codegen.index_maps import Window
 from codegen.instructions import MemAccess, Part
@@ -24,13 +25,13 @@ def over_whole(part: Part, known: Known) -> Part:
     """``part``, or where it writes a run of each row of what was only filled with a number, or of what another elementwise op has
     just made, one that writes the whole. A fill then has no reader, and a maker shares a kernel with the write."""
     node, place = part.node, _place_of(part)
-    between = _between(place[1].value, node) if place is not None else None
-    if place is None or between is None:
+    if place is None or not _are_alone(place[1].value, node):
         return part
     window, whole = place
-    lowering = Lowering(node, whole.layout.size)
-    if fill_of(whole) is None and not _made_whole(known, lowering.access(whole.value, whole.layout)):
+    filled, maker = fill_of(whole) is not None, whole.value.producer
+    if maker is None or not filled and (maker.stage != node.stage or not _made_whole(known, whole)):
         return part
+    lowering = Lowering(node, whole.layout.size)
     try:
         other = lowering.load(whole)
         valid = within(lowering, window.start, window.extent, window.whole, lowering.coord(1))
@@ -39,8 +40,15 @@ def over_whole(part: Part, known: Known) -> Part:
         check_part(lowering.part)
     except Unsupported:
         return part
-    read = [access.value.producer for mode, access in lowering.part.accesses() if mode == "r"]
-    return part if any(maker in between for maker in read) else lowering.part
+    return lowering.part if filled or not _waits(lowering.part, maker) else part
+
+
+def _waits(part: Part, maker: Node) -> bool:
+    """Does it read what was computed after its ``maker``, out of what kernels make? That may be the maker's kernel, which would
+    have to end before."""
+    read = [access.value.producer for mode, access in part.accesses() if mode == "r"]
+    late = [node for node in read if node is not None and node.index > maker.index]
+    return any(value.producer is not None for node in late for value in node.inputs())
 
 
 def _place_of(part: Part) -> tuple[Window, Operand] | None:
@@ -67,8 +75,8 @@ def _row_window(store: MemAccess, numel: int) -> Window | None:
     return Window(1, run, row, start) if run < row and outer * row == numel and start + run <= row else None
 
 
-def _between(base: Value, writer: Node) -> dict[Node, None] | None:
-    """What reads ``base`` for its ``writer`` alone, as in gradients of writes in place; None where others read it."""
+def _are_alone(base: Value, writer: Node) -> bool:
+    """Do others read ``base`` at most for its ``writer``, as in gradients of writes in place?"""
     found: dict[Node, None] = {}
     waiting = [node for node in base.users if node is not writer]
     while waiting:
@@ -77,19 +85,19 @@ def _between(base: Value, writer: Node) -> dict[Node, None] | None:
             continue
         found[node] = None
         if len(found) > MOST_BETWEEN or any(write.base is not None or write.value.buffer.live for write in node.all_writes()):
-            return None
+            return False
         waiting += [user for write in node.all_writes() for user in write.value.users if user is not writer]
-    return found
+    return True
 
 
-def _made_whole(known: Known, whole: MemAccess) -> bool:
+def _made_whole(known: Known, whole: Operand) -> bool:
     """Has an elementwise op made all of the value, element by element as it lies in memory? So has one that wrote a part of it
     and does as `over_whole` says; after a few such, elements would have too many parts to ask for."""
-    value = whole.value
+    value, lies = whole.value, (forms.collapse(whole.layout.size, whole.layout.stride), whole.layout.dtype)
     for _ in range(MOST_SOURCES):
         part, maker = known.parts.get(value), value.producer
         stores = [instr.access for instr in part.instrs if instr.kind == "store" and instr.access] if part is not None else []
-        if part is None or maker is None or not any((store.form, store.dtype) == (whole.form, whole.dtype) for store in stores):
+        if part is None or maker is None or not any((store.form, store.dtype) == lies for store in stores):
             return False
         write = maker.writes[0]
         if write.base is None or part.numel == write.layout.numel:

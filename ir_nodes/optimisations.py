@@ -60,7 +60,7 @@ OPTIMISATIONS: dict[str, str] = {
     "parallel_compile": "kernels compile in several processes",
     "cuda_graphs": "a cached step replays as a CUDA graph",
     "replay": "functions wrapped in lazy_backend.replayed are recorded again without their Python",
-    "windows": "concatenations, pads and gradients of slices are index arithmetic in the kernels around them",
+    "windows": "concatenations, pads, gradients of slices and writes into parts are index arithmetic in the kernels around them",
     "varying": "ops whose sizes are new in every recording run at once, so that the rest is compiled once",
     "fused_random": "dropout draws its random numbers inside a fused kernel",
 }

@@ -160,3 +160,13 @@ def test_what_an_extern_or_an_input_holds_is_changed_where_it_is() -> None:
 
     (step,) = kernels(check(given, data(64, 5), count=1))
     assert "tl.where" not in step.kernel.source
+
+
+def test_what_waits_for_something_else_than_the_maker_is_not_written_twice() -> None:
+    def program(x: Tensor) -> list[Tensor]:
+        made = x * 2
+        made[:, 0] = (x * 3).sum(1)
+        return [made, x * 3]
+
+    made = check(program, data(40, 5))
+    assert not any("tl.where" in step.kernel.source and "sum" not in step.kernel.name for step in kernels(made))
