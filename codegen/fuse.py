@@ -26,6 +26,7 @@ from codegen.reordering import follow, stores
 from codegen.rounds import pairs
 from codegen.rules import can_fuse
 from codegen.steps import Steps
+from codegen.taken import compute_taken
 from codegen.tuning import HOPPER, Tuning
 from ir_nodes import settings
 from ir_nodes.graph import Graph
@@ -88,7 +89,7 @@ def lower_all(graph: Graph, tuning: Tuning = HOPPER, lists: bool = True, lowered
     makers: dict[Value, MemAccess] = {}
     copies: dict[Value, MemAccess] = {}  # made by nodes that are there for those who follow them
     norms = Norms(graph, recipes)
-    ordered, inlined, computed = (settings.enabled(name) for name in ("loop_order", "recompute", "formulas"))
+    ordered, inlined, computed, windows = map(settings.enabled, ("loop_order", "recompute", "formulas", "windows"))
     for node in graph.nodes:
         try:
             if not lists and info(node.target).kind in ("foreach", "optimizer"):
@@ -112,6 +113,8 @@ def lower_all(graph: Graph, tuning: Tuning = HOPPER, lists: bool = True, lowered
                 copies.update(stores(part))
         if inlined:
             parts = [known_sums(inline.inline(part, recipes), hots) for part in parts]
+        if windows:
+            parts = [compute_taken(part, known) if "take" in part.facts.kinds else part for part in parts]
         known.remember(node, parts)
         partial = {write.value: write.base for write in node.all_writes() if write.base is not None
                    and not write.layout.covers(write.value.buffer.nbytes)}
