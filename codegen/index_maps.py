@@ -44,6 +44,21 @@ class Window:
         return forms.collapse(*_unzip(wide)), self.start // run * stride
 
 
+def repeated(form: Form, inner: int, times: int, numel: int) -> Form | None:
+    """``form`` over ``numel`` elements as one over (outer, ``times``, ``inner``), the same for each of the ``times``; None where
+    its dimensions do not fit."""
+    cuts = forms.merge_cuts(forms.cuts(form), (inner,) if 1 < inner < numel else ())
+    if cuts is None:
+        return None
+    dims = forms.dims_of(cuts, numel)
+    pairs, position = list(zip(dims, forms.strides_over(form, dims))), numel
+    for place, (size, _) in enumerate(pairs):
+        if position <= inner:
+            return forms.collapse(*_unzip([*pairs[:place], (times, 0), *pairs[place:]]))
+        position //= size
+    return forms.collapse(*_unzip([*pairs, (times, 0)]))
+
+
 def _unzip(pairs: list[tuple[int, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(size for size, _ in pairs), tuple(stride for _, stride in pairs)
 

@@ -9,13 +9,14 @@ from typing import Any, Sequence
 
 import torch
 
+from codegen import forms
 from codegen.expressions import Unsupported
 from codegen.index_maps import Window
 from codegen.instructions import Instr, Part
 from codegen.limits import check_part
 from codegen.lowering import Lowering, arguments, fill_of
 from codegen.promotion import HALF, compute_dtype
-from codegen.pulled import Known, Puller, identity_mapper, window_mapper
+from codegen.pulled import Known, Puller, identity_mapper, spread_mapper, window_mapper
 from codegen.reductions import operand_of
 from ir_nodes.layout import Layout
 from ir_nodes.node import Node, Operand
@@ -85,6 +86,8 @@ def lower_padding(node: Node, known: Known) -> list[Part]:
     args = arguments(node)
     out = node.writes[0].layout
     source = operand_of(args["self"] if node.name == "constant_pad_nd" else args["grad_output"])
+    if args.get("step", 1) != 1:
+        return [_every_so_many(node, source, args["dim"] % len(out.size), args["start"] or 0, args["step"], known)]
     size, starts = _place_of(node, args, source.layout.size, out.size)
     lowering = Lowering(node, out.size)
     value = _placed(lowering, source, size, starts, known)
@@ -92,6 +95,28 @@ def lower_padding(node: Node, known: Known) -> list[Part]:
     valid = _inside(lowering, size, starts)
     lowering.write(0, value if valid is None else choose(lowering, valid, value, other))
     return [lowering.part]
+
+
+def _every_so_many(node: Node, source: Operand, dim: int, start: int, step: int, known: Known) -> Part:
+    """The elements of ``source`` at every ``step``-th place along ``dim`` from ``start`` on, zeros between them."""
+    out, size = node.writes[0].layout, source.layout.size
+    inner, whole = math.prod(out.size[dim + 1 :]), out.size[dim]
+    start = max(start + whole, 0) if start < 0 else start
+    lowering = Lowering(node, out.size)
+    zero = lowering.read(0, compute_dtype(out.dtype))
+    if whole != size[dim] * step or start >= step:
+        at = lowering.expr("({0} - {1})", lowering.coord(dim), lowering.size(start, torch.int32), dtype=torch.int32)
+        here = lowering.expr(f"(({{0}} >= 0) & ({{0}} % {step} == 0))", at, dtype=torch.bool)
+        place = lowering.expr(f"tl.where({{0}}, {{1}} // {step}, -1)", here, at, dtype=torch.int32)
+        lowering.write(0, lowering.take_at(source, {dim: place}))
+        return lowering.part
+    turn = lowering.place(forms.collapse((out.numel // inner // step, step, inner), (0, 1, 0)))
+    valid = lowering.expr("({0} == {1})", turn, lowering.size(start, torch.int32), dtype=torch.bool)
+    plain = Lowering(node, size).access(source.value, source.layout)
+    rounded = source.layout.dtype if source.layout.dtype in HALF else None
+    value = Puller(lowering, known, valid).operand(plain, zero.dtype, rounded, spread_mapper(inner, step, source.layout.numel))
+    lowering.write(0, choose(lowering, valid, lowering.cast(value, out.dtype), lowering.cast(zero, out.dtype)))
+    return lowering.part
 
 
 def _place_of(node: Node, args: dict[str, Any], size: Size, whole: Size) -> tuple[Size, dict[int, int]]:
@@ -104,8 +129,6 @@ def _place_of(node: Node, args: dict[str, Any], size: Size, whole: Size) -> tupl
     dim = args["dim"] % len(whole)
     if node.name == "select_backward":
         return (*size[:dim], 1, *size[dim:]), {dim: args["index"] % whole[dim]}
-    if args["step"] != 1:
-        raise Unsupported("a slice with a step")
     start = args["start"] or 0
     return size, {dim: max(start + whole[dim], 0) if start < 0 else min(start, whole[dim])}
 

@@ -11,7 +11,7 @@ import torch
 
 from codegen.expressions import Unsupported
 from codegen.forms import Form
-from codegen.index_maps import Window, in_memory_order, through
+from codegen.index_maps import Window, in_memory_order, repeated, through
 from codegen.instructions import FULL, Instr, MemAccess, Part, place
 from codegen.lowering import Lowering
 from ir_nodes.node import Buffer, Node, Operand, Value
@@ -65,6 +65,16 @@ def window_mapper(window: Window, numel: int, before: Mapper = identity_mapper) 
         if mapped is None or wide is None:
             return None
         return wide[0], mapped[1] - wide[1] * itemsize, mapped[2] + wide[1]
+
+    return mapper
+
+
+def spread_mapper(inner: int, step: int, numel: int) -> Mapper:
+    """For operands over a space of ``numel`` elements, which stand ``step`` times ``inner`` apart in the large one."""
+
+    def mapper(form: Form, byte_offset: int, itemsize: int) -> Mapped | None:
+        wide = repeated(form, inner, step, numel)
+        return None if wide is None else (wide, byte_offset, 0)
 
     return mapper
 

@@ -101,6 +101,41 @@ def test_pads_and_gradients_of_views(name: str, dtype: torch.dtype) -> None:
     check(GRADIENTS[name], data(5, 6, 4, dtype=dtype).transpose(0, 2), count=1)
 
 
+STEPS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
+    "even": (lambda x: x[..., ::2] * 2, 2),
+    "odd": (lambda x: x[..., 1::2].exp(), 2),
+    "one times the other": (lambda x: x[:, ::2] * x[:, 1::2], 2),
+    "of rows": (lambda x: x[::3], 1),
+    "from the second of three": (lambda x: x[:, :, 1::3], 1),
+    "up to somewhere": (lambda x: x[:, 1:6:2], 1),
+    "with a rest": (lambda x: x[..., ::5] * 2, 2),
+    "from the end": (lambda x: x[:, -3::2], 1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", STEPS)
+def test_gradients_of_slices_with_a_step(name: str, dtype: torch.dtype) -> None:
+    slices, count = STEPS[name]
+
+    def program(x: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
+        leaf = x.detach().requires_grad_()
+        out = slices(leaf)
+        return [out.detach(), *torch.autograd.grad(out, leaf, grad[tuple(map(slice, out.shape))])]
+
+    check(program, data(6, 8, 12, dtype=dtype), data(6, 8, 12, dtype=dtype, seed=1), count=count)
+
+
+def test_a_rotary_embedding_of_neighbours_and_its_gradient_are_one_kernel_each() -> None:
+    def program(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
+        leaf = x.detach().requires_grad_()
+        even, odd = leaf[..., ::2], leaf[..., 1::2]
+        out = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+        return [out.detach(), *torch.autograd.grad(out, leaf, grad)]
+
+    check(program, data(2, 5, 12), data(5, 6, seed=1), data(5, 6, seed=2), data(2, 5, 12, seed=3), count=2)
+
+
 def test_a_slice_written_over_zeros_is_one_kernel_that_stores_once() -> None:
     def program(x: torch.Tensor) -> torch.Tensor:
         out = torch.zeros(4, 9, 5)
