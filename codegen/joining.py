@@ -87,7 +87,7 @@ def lower_padding(node: Node, known: Known) -> list[Part]:
     out = node.writes[0].layout
     source = operand_of(args["self"] if node.name == "constant_pad_nd" else args["grad_output"])
     if args.get("step", 1) != 1:
-        return [_every_so_many(node, source, args["dim"] % len(out.size), args["start"] or 0, args["step"], known)]
+        return [_every_so_many(node, source, args, known)]
     size, starts = _place_of(node, args, source.layout.size, out.size)
     lowering = Lowering(node, out.size)
     value = _placed(lowering, source, size, starts, known)
@@ -97,11 +97,11 @@ def lower_padding(node: Node, known: Known) -> list[Part]:
     return [lowering.part]
 
 
-def _every_so_many(node: Node, source: Operand, dim: int, start: int, step: int, known: Known) -> Part:
-    """The elements of ``source`` at every ``step``-th place along ``dim`` from ``start`` on, zeros between them."""
-    out, size = node.writes[0].layout, source.layout.size
-    inner, whole = math.prod(out.size[dim + 1 :]), out.size[dim]
-    start = max(start + whole, 0) if start < 0 else start
+def _every_so_many(node: Node, source: Operand, args: dict[str, Any], known: Known) -> Part:
+    """The elements of ``source`` at every so many places along a dimension from a first one on, zeros between them."""
+    out, size, step = node.writes[0].layout, source.layout.size, args["step"]
+    dim = args["dim"] % len(out.size)
+    inner, whole, start = math.prod(out.size[dim + 1 :]), out.size[dim], _first(args["start"], out.size[dim])
     lowering = Lowering(node, out.size)
     zero = lowering.read(0, compute_dtype(out.dtype))
     if whole != size[dim] * step or start >= step:
@@ -129,8 +129,13 @@ def _place_of(node: Node, args: dict[str, Any], size: Size, whole: Size) -> tupl
     dim = args["dim"] % len(whole)
     if node.name == "select_backward":
         return (*size[:dim], 1, *size[dim:]), {dim: args["index"] % whole[dim]}
-    start = args["start"] or 0
-    return size, {dim: max(start + whole[dim], 0) if start < 0 else min(start, whole[dim])}
+    return size, {dim: _first(args["start"], whole[dim])}
+
+
+def _first(start: int | None, extent: int) -> int:
+    """Where a slice of so many elements starts."""
+    start = start or 0
+    return max(start + extent, 0) if start < 0 else min(start, extent)
 
 
 def _placed(lowering: Lowering, source: Operand, size: Size, starts: dict[int, int], known: Known) -> Instr:

@@ -35,7 +35,8 @@ def over_whole(part: Part, known: Known) -> Part:
     try:
         other = lowering.load(whole)
         valid = within(lowering, window.start, window.extent, window.whole, lowering.coord(1))
-        value = Puller(lowering, known, valid, {whole.value: other}).part(part, window_mapper(window, part.numel), 0, True)
+        held = {whole.value: (lowering.access(whole.value, whole.layout), other)}
+        value = Puller(lowering, known, valid, held).part(part, window_mapper(window, part.numel), 0, True)
         lowering.store(node.writes[0].value, whole.layout, choose(lowering, valid, value, other))
         check_part(lowering.part)
     except Unsupported:

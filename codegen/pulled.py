@@ -82,12 +82,12 @@ def spread_mapper(inner: int, step: int, numel: int) -> Mapper:
 @dataclass(slots=True)
 class Puller:
     """Writes into ``lowering`` what operands hold where ``valid`` (a bool instruction) is true. ``held``: values that it
-    has whole and reads only where they lie."""
+    has whole and reads only as they lie."""
 
     lowering: Lowering
     known: Known
     valid: Instr
-    held: Mapping[Value, Instr] = field(default_factory=dict)
+    held: Mapping[Value, tuple[MemAccess, Instr]] = field(default_factory=dict)
 
     def operand(self, access: MemAccess, dtype: torch.dtype, rounded: torch.dtype | None, mapper: Mapper,
                 depth: int = 0, alone: bool = True) -> Instr:
@@ -109,7 +109,7 @@ class Puller:
             raise Unsupported("its operands' dimensions do not nest")
         form, byte_offset, shift = mapped
         if held is not None:
-            return _where_it_lies(held, form, byte_offset)
+            return _as_it_lies(*held, (form, byte_offset, access.dtype))
         seen = replace(access, form=form, byte_offset=byte_offset, shift=shift, level=FULL)
         return self.lowering.add(Instr("load", dtype, FULL, (self.valid,), access=seen, rounded=rounded))
 
@@ -172,8 +172,9 @@ def _chained(part: Part, access: MemAccess, mapper: Mapper) -> Mapper:
     return chained
 
 
-def _where_it_lies(whole: Instr, form: Form, byte_offset: int) -> Instr:
-    """``whole`` for a reader of these of its elements; what is only filled with a number has that everywhere."""
-    if whole.access is not None and (whole.access.form, whole.access.byte_offset) != (form, byte_offset):
+def _as_it_lies(lies: MemAccess, whole: Instr, seen: tuple[Form, int, torch.dtype]) -> Instr:
+    """``whole`` for a reader that sees these of its elements; what is only filled with a number has that everywhere."""
+    filled = whole.kind != "load" and lies.dtype is seen[2]
+    if not filled and (lies.form, lies.byte_offset, lies.dtype) != seen:
         raise Unsupported("it reads one part of what it writes another of")
     return whole

@@ -110,6 +110,7 @@ STEPS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
     "up to somewhere": (lambda x: x[:, 1:6:2], 1),
     "with a rest": (lambda x: x[..., ::5] * 2, 2),
     "from the end": (lambda x: x[:, -3::2], 1),
+    "from before the start": (lambda x: x[:, -90::2], 1),
 }
 
 

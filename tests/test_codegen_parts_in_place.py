@@ -141,7 +141,17 @@ def test_another_layout_or_dtype_than_the_part_is_seen_in() -> None:
         made.view(torch.int32)[:, :2] = 7
         return made + 1
 
-    for program in (turned, stepped, bits):
+    def own_bits(x: Tensor) -> Tensor:
+        made = x * 2
+        made[:, :2] = made.view(torch.int32)[:, :2] & 7
+        return made + 1
+
+    def bits_of_a_fill(x: Tensor) -> Tensor:
+        made = torch.full((5, 6), 1.5)
+        made[:, :2] = made.view(torch.int32)[:, :2] & 0xFF0000
+        return made + x
+
+    for program in (turned, stepped, bits, own_bits, bits_of_a_fill):
         check(program, data(5, 6))
 
 
