@@ -85,7 +85,7 @@ def lower_padding(node: Node, known: Known) -> list[Part]:
     """constant_pad_nd, slice_backward and select_backward: the operand at its place among copies of one number."""
     args = arguments(node)
     out = node.writes[0].layout
-    source = operand_of(args["self"] if node.name == "constant_pad_nd" else args["grad_output"])
+    source = _cut(operand_of(args["self"]), args["pad"]) if "pad" in args else operand_of(args["grad_output"])
     if args.get("step", 1) != 1:
         return [_every_so_many(node, source, args, known)]
     size, starts = _place_of(node, args, source.layout.size, out.size)
@@ -95,6 +95,16 @@ def lower_padding(node: Node, known: Known) -> list[Part]:
     valid = _inside(lowering, size, starts)
     lowering.write(0, value if valid is None else choose(lowering, valid, value, other))
     return [lowering.part]
+
+
+def _cut(source: Operand, pads: Sequence[int]) -> Operand:
+    """``source`` without what negative pads, the last dimension's first, take off its ends, as gradients of pads do."""
+    layout = source.layout
+    for number, pad in enumerate(pads):
+        dim, off = len(layout.size) - 1 - number // 2, min(pad, 0)
+        size = (*layout.size[:dim], layout.size[dim] + off, *layout.size[dim + 1 :])
+        layout = replace(layout, size=size, offset=layout.offset - (off * layout.stride[dim] if number % 2 == 0 else 0))
+    return replace(source, layout=layout)
 
 
 def _every_so_many(node: Node, source: Operand, args: dict[str, Any], known: Known) -> Part:
@@ -123,9 +133,7 @@ def _place_of(node: Node, args: dict[str, Any], size: Size, whole: Size) -> tupl
     """The operand's size in the result's rank, and where it begins in each dimension that it does not fill."""
     if node.name == "constant_pad_nd":
         pads = args["pad"]
-        if any(pad < 0 for pad in pads):
-            raise Unsupported("a pad that cuts off")
-        return size, {len(size) - 1 - number // 2: pads[number] for number in range(0, len(pads), 2)}
+        return size, {len(size) - 1 - number // 2: max(pads[number], 0) for number in range(0, len(pads), 2)}
     dim = args["dim"] % len(whole)
     if node.name == "select_backward":
         return (*size[:dim], 1, *size[dim:]), {dim: args["index"] % whole[dim]}

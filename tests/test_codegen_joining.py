@@ -127,6 +127,27 @@ def test_gradients_of_slices_with_a_step(name: str, dtype: torch.dtype) -> None:
     check(program, data(6, 8, 12, dtype=dtype), data(6, 8, 12, dtype=dtype, seed=1), count=count)
 
 
+PADS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "behind": lambda x: F.pad(x * 2, (0, 2)),
+    "around": lambda x: F.pad(x.exp(), (0, 3, 2, 1)),
+    "some cut off": lambda x: F.pad(x * 2, (-1, 2, 3, -2), value=0.5),
+    "cut off at both ends": lambda x: F.pad(x * 2, (-1, -2)) * 3,
+    "of another order": lambda x: F.pad(x.transpose(0, 2) + 1, (-1, 1, -1, 0), value=2),
+    "most cut off": lambda x: F.pad(x, (-11, 9)),
+}
+
+
+@pytest.mark.parametrize("name", PADS)
+def test_pads_that_cut_off_and_gradients_of_pads(name: str) -> None:
+    def program(x: torch.Tensor) -> list[torch.Tensor]:
+        leaf = x.detach().requires_grad_()
+        out = PADS[name](leaf)
+        return [out.detach(), *torch.autograd.grad(out, leaf, torch.linspace(-1, 1, out.numel()).view(out.shape))]
+
+    check(program, data(6, 8, 12), rtol=1e-5, atol=1e-6)
+    check(lambda x: PADS[name](x).bfloat16(), data(6, 8, 12), count=2 if name == "cut off at both ends" else 1)  # a copy
+
+
 def test_a_rotary_embedding_of_neighbours_and_its_gradient_are_one_kernel_each() -> None:
     def program(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
         leaf = x.detach().requires_grad_()
