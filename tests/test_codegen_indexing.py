@@ -60,9 +60,18 @@ def test_embedding_position_and_layer_norm_are_one_kernel() -> None:
 
 
 def test_a_computed_table_is_stored_before_it_is_read_by_index() -> None:
-    made = check(lambda x, i: (x * 2)[i], data(6, 7), indices(6, below=6), count=2)
+    def program(x: torch.Tensor, i: torch.Tensor) -> list[torch.Tensor]:
+        table = x * 2
+        return [table, table[i]]
+
+    made = check(program, data(6, 7), indices(6, below=6), count=2)
     assert "another order" in str(made.refusals[0])
-    check(lambda x, i: (x * 2)[i], data(1), indices(1, below=1), count=2)
+    check(program, data(1), indices(1, below=1), count=2)
+
+
+def test_a_table_that_nobody_else_reads_is_computed_where_it_is_read() -> None:
+    check(lambda x, i: (x * 2)[i], data(6, 7), indices(6, below=6), count=1)
+    check(lambda x, i: (x * 2)[i], data(1), indices(1, below=1), count=1)
 
 
 @pytest.mark.parametrize("rows", [3, 11])
