@@ -23,19 +23,12 @@ class Window:
         """``form`` over the small space of ``numel`` elements as one over the large space, and how many elements that has to be
         moved back by. Outside of the window it addresses nothing. None where its dimensions do not fit."""
         upper = self.inner * self.extent
-        own = tuple(sorted({cut for cut in (self.inner, upper) if 1 < cut < numel}))
-        cuts = forms.merge_cuts(forms.cuts(form), own)
-        if cuts is None:
+        placed = _placed(form, (self.inner, upper), numel)
+        if placed is None:
             return None
-        dims = forms.dims_of(cuts, numel)
-        pairs = list(zip(dims, forms.strides_over(form, dims)))
-        position, places = numel, []
-        for size, _ in pairs:
-            places.append(position)
-            position //= size
-        outer = [pair for pair, place in zip(pairs, places) if place > upper]
-        middle = forms.collapse(*_unzip([pair for pair, place in zip(pairs, places) if self.inner < place <= upper]))
-        inner = [pair for pair, place in zip(pairs, places) if place <= self.inner]
+        outer = [pair for place, pair in placed if place > upper]
+        middle = forms.collapse(*_unzip([pair for place, pair in placed if self.inner < place <= upper]))
+        inner = [pair for place, pair in placed if place <= self.inner]
         run = math.prod(size for size, _ in middle[1:])  # how far the middle goes before its outermost dimension moves on
         if self.whole % run or self.start % run:
             return None
@@ -45,18 +38,26 @@ class Window:
 
 
 def repeated(form: Form, inner: int, times: int, numel: int) -> Form | None:
-    """``form`` over ``numel`` elements as one over (outer, ``times``, ``inner``), the same for each of the ``times``; None where
-    its dimensions do not fit."""
-    cuts = forms.merge_cuts(forms.cuts(form), (inner,) if 1 < inner < numel else ())
+    """``form`` over ``numel`` elements as one over (outer, ``times``, ``inner``), the same for each of the ``times``; None
+    where its dimensions do not fit."""
+    placed = _placed(form, (inner,), numel)
+    if placed is None:
+        return None
+    outer = [pair for place, pair in placed if place > inner]
+    return forms.collapse(*_unzip([*outer, (times, 0), *(pair for place, pair in placed if place <= inner)]))
+
+
+def _placed(form: Form, own: tuple[int, ...], numel: int) -> list[tuple[int, tuple[int, int]]] | None:
+    """The dimensions of ``form`` cut at ``own`` as well, outermost first, each behind how many elements it spans; None where
+    these do not nest."""
+    cuts = forms.merge_cuts(forms.cuts(form), tuple(sorted({cut for cut in own if 1 < cut < numel})))
     if cuts is None:
         return None
-    dims = forms.dims_of(cuts, numel)
-    pairs, position = list(zip(dims, forms.strides_over(form, dims))), numel
-    for place, (size, _) in enumerate(pairs):
-        if position <= inner:
-            return forms.collapse(*_unzip([*pairs[:place], (times, 0), *pairs[place:]]))
-        position //= size
-    return forms.collapse(*_unzip([*pairs, (times, 0)]))
+    dims, position, found = forms.dims_of(cuts, numel), numel, []
+    for pair in zip(dims, forms.strides_over(form, dims)):
+        found.append((position, pair))
+        position //= pair[0]
+    return found
 
 
 def _unzip(pairs: list[tuple[int, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:

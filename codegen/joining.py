@@ -116,8 +116,9 @@ def _every_so_many(node: Node, source: Operand, args: dict[str, Any], known: Kno
     zero = lowering.read(0, compute_dtype(out.dtype))
     if whole != size[dim] * step or start >= step:
         at = lowering.expr("({0} - {1})", lowering.coord(dim), lowering.size(start, torch.int32), dtype=torch.int32)
-        here = lowering.expr(f"(({{0}} >= 0) & ({{0}} % {step} == 0))", at, dtype=torch.bool)
-        place = lowering.expr(f"tl.where({{0}}, {{1}} // {step}, -1)", here, at, dtype=torch.int32)
+        by = lowering.size(step, torch.int32)
+        here = lowering.expr("(({0} >= 0) & ({0} % {1} == 0))", at, by, dtype=torch.bool)
+        place = lowering.expr("tl.where({0}, {1} // {2}, -1)", here, at, by, dtype=torch.int32)
         lowering.write(0, lowering.take_at(source, {dim: place}))
         return lowering.part
     turn = lowering.place(forms.collapse((out.numel // inner // step, step, inner), (0, 1, 0)))

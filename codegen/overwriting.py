@@ -14,6 +14,7 @@ from codegen.joining import MOST_SOURCES, choose, within
 from codegen.limits import check_part
 from codegen.lowering import Lowering, fill_of
 from codegen.pulled import Known, Puller, window_mapper
+from codegen.reordering import stores
 from ir_nodes.layout import Layout
 from ir_nodes.node import Node, Operand, Value
 
@@ -55,11 +56,10 @@ def _waits(part: Part, maker: Node) -> bool:
 def _place_of(part: Part) -> tuple[Window, Operand] | None:
     """The run of each row that an elementwise part writes, and the rows, which are all that was there before; None where it
     writes something else."""
-    stores = [instr.access for instr in part.instrs if instr.kind == "store" and instr.access is not None]
-    base = part.node.writes[0].base
-    if len(part.node.writes) != 1 or part.reduced is not None or len(stores) != 1 or base is None:
+    base, store = part.node.writes[0].base, stores(part).get(part.node.writes[0].value)
+    if len(part.node.writes) != 1 or part.reduced is not None or store is None or base is None:
         return None
-    (store,), numel = stores, base.buffer.nbytes // stores[0].dtype.itemsize
+    numel = base.buffer.nbytes // store.dtype.itemsize
     window = _row_window(store, numel)
     if window is None:
         return None
@@ -97,8 +97,8 @@ def _made_whole(known: Known, whole: Operand) -> bool:
     value, lies = whole.value, (forms.collapse(whole.layout.size, whole.layout.stride), whole.layout.dtype)
     for _ in range(MOST_SOURCES):
         part, maker = known.parts.get(value), value.producer
-        stores = [instr.access for instr in part.instrs if instr.kind == "store" and instr.access] if part is not None else []
-        if part is None or maker is None or not any((store.form, store.dtype) == lies for store in stores):
+        store = stores(part).get(value) if part is not None else None
+        if part is None or maker is None or store is None or (store.form, store.dtype) != lies:
             return False
         write = maker.writes[0]
         if write.base is None or part.numel == write.layout.numel:

@@ -115,21 +115,17 @@ class Puller:
 
     def part(self, part: Part, mapper: Mapper, depth: int, alone: bool) -> Instr:
         """What ``part`` stores."""
-        made: dict[int, Instr] = {}
-        for instr in part.instrs:
-            if instr.kind == "store":
-                return made[id(instr.args[0])]
+
+        def leaf(instr: Instr) -> Instr | None:
             if instr.kind == "load" and not instr.args and instr.access is not None:
-                made[id(instr)] = self.operand(instr.access, instr.dtype, instr.rounded, mapper, depth, alone)
-            elif instr.kind in ("expr", "scalar", "size"):
-                args = tuple(made[id(arg)] for arg in instr.args)
-                level = max((arg.level for arg in args), default=instr.level)
-                made[id(instr)] = self.lowering.add(replace(instr, args=args, level=level))
-            elif instr.kind == "coord":
-                made[id(instr)] = self._place(instr.payload, mapper)  # type: ignore[arg-type]
-            else:
+                return self.operand(instr.access, instr.dtype, instr.rounded, mapper, depth, alone)
+            if instr.kind == "coord":
+                return self._place(instr.payload, mapper)  # type: ignore[arg-type]
+            if instr.kind not in ("expr", "scalar", "size"):
                 raise Unsupported("it looks elements up, or draws them")
-        raise AssertionError("a part without a store")
+            return None
+
+        return copied(part, leaf, self.lowering.add)
 
     def _place(self, form: Form, mapper: Mapper) -> Instr:
         """The number that ``form`` gives each element."""
@@ -149,6 +145,20 @@ class Puller:
         stores = [instr for instr in part.instrs if instr.kind == "store"]
         known = all(load.access is not None and self.known.still_there(load.access) for load in loads)
         return fits and known and (plain or once) and len(stores) == 1 and not access.shift
+
+
+def copied(part: Part, leaf: Callable[[Instr], Instr | None], add: Callable[[Instr], Instr]) -> Instr:
+    """What ``part`` stores, made of its instructions, or of what ``leaf`` has in the place of one, written with ``add``."""
+    made: dict[int, Instr] = {}
+    for instr in part.instrs:
+        if instr.kind == "store":
+            return made[id(instr.args[0])]
+        found = leaf(instr)
+        if found is None:
+            args = tuple(made[id(arg)] for arg in instr.args)
+            found = add(replace(instr, args=args, level=max((arg.level for arg in args), default=instr.level)))
+        made[id(instr)] = found
+    raise AssertionError("a part without a store")
 
 
 def _chained(part: Part, access: MemAccess, mapper: Mapper) -> Mapper:

@@ -18,7 +18,8 @@ from codegen.forms import Form
 from codegen.index_maps import through
 from codegen.instructions import FULL, UNIFORM, Instr, MemAccess, Part, place, rewritten
 from codegen.limits import check_part
-from codegen.pulled import MAX_DEPTH, Known
+from codegen.pulled import MAX_DEPTH, Known, copied
+from codegen.reordering import stores
 from ir_nodes.node import Value
 
 OFTEN, MOST_READ = 4, 2
@@ -66,10 +67,10 @@ def _replaced(part: Part, makers: Mapping[Value, Part]) -> Part:
 
 def _is_cheap(part: Part, maker: Part, known: Known) -> bool:
     """Is it better to compute what ``maker`` stores for each read by index than to store it?"""
-    stores = [instr.access for instr in maker.instrs if instr.kind == "store" and instr.access is not None]
-    if len(stores) != 1 or not maker.facts.kinds <= _KINDS or not _is_dense(stores[0], maker.numel):
+    stored = [*stores(maker).values()]
+    if len(stored) != 1 or not maker.facts.kinds <= _KINDS or not _is_dense(stored[0], maker.numel):
         return False
-    (store,) = stores
+    (store,) = stored
     takes = [instr for instr in part.instrs if instr.access is not None and instr.access.value is store.value]
     if any(instr.kind != "take" or instr.access is None or instr.access.dtype is not store.dtype for instr in takes):
         return False
@@ -99,19 +100,14 @@ class _Taker:
 
     def made(self, maker: Part) -> list[Instr]:
         """What ``maker`` stores there; zero where an index is out of range. Raises Unsupported where dimensions do not nest."""
-        done: dict[int, Instr] = {}
-        for instr in maker.instrs:
-            if instr.kind == "store":
-                return self._within(done[id(instr.args[0])])
-            if instr.kind == "load" and instr.access is not None:
-                done[id(instr)] = self._element(instr, instr.access)
-            elif instr.kind == "coord":
-                done[id(instr)] = self._number(instr.payload)  # type: ignore[arg-type]
-            elif instr.args:
-                done[id(instr)] = self._add(replace(instr, args=tuple(done[id(arg)] for arg in instr.args)))
-            else:
-                done[id(instr)] = self._once(id(instr), instr)
-        raise AssertionError("a part without a store")
+        return self._within(copied(maker, self._leaf, self._add))
+
+    def _leaf(self, instr: Instr) -> Instr | None:
+        if instr.kind == "load" and instr.access is not None:
+            return self._element(instr, instr.access)
+        if instr.kind == "coord":
+            return self._number(instr.payload)  # type: ignore[arg-type]
+        return None if instr.args else self._once(id(instr), instr)
 
     def _add(self, instr: Instr) -> Instr:
         self._out.append(instr)
