@@ -83,10 +83,12 @@ def _is_cheap(part: Part, maker: Part, known: Known) -> bool:
 
 
 def _is_dense(store: MemAccess, numel: int) -> bool:
-    """Are a value's elements stored in order, for one reader that is not its owner?"""
+    """Are all of a value's elements stored in order, for one reader that is not its owner? What is written in place into a part
+    of another value is not all that its readers see."""
     value = store.value
     alone = len(value.users) == 1 and not value.buffer.live and value.buffer.index >= 0
-    return alone and not store.byte_offset and store.form == forms.collapse((numel,), (1,))
+    whole = not store.byte_offset and numel * store.dtype.itemsize == value.buffer.nbytes
+    return alone and whole and store.form == forms.collapse((numel,), (1,))
 
 
 class _Taker:

@@ -47,6 +47,19 @@ def test_what_others_read_too_or_costs_much_for_many_reads_is_stored() -> None:
         check(program, data(3, 8, 6), count=2, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("kept", [lambda made: made + 1, lambda made: made[:5].clone()])
+def test_what_is_written_in_place_is_not_all_that_is_read(kept: Callable[[Tensor], Tensor]) -> None:
+    """Others read what was there before, so that the write is a kernel's for a part, not for the whole."""
+
+    def program(x: Tensor, y: Tensor) -> list[Tensor]:
+        made = x * 2
+        before = kept(made)
+        made[:5].zero_()
+        return [torch.roll(made + y, 2, 1), before]
+
+    check(program, data(9, 8), data(9, 8, seed=1))
+
+
 def test_numbers_that_would_be_stored_instead_are_not() -> None:
     """Two sums are stored, or what is read of them; that is less."""
 
