@@ -8,10 +8,7 @@ by, because the compiler then knows that neighbours stay neighbours and loads th
 from __future__ import annotations
 
 from codegen.aligned import KNOWN
-from codegen.source_args import ArgumentList
-
-SMALL = 8
-"""Extents up to here are numbers in the source: larger ones vary more from call to call."""
+from codegen.source_args import SMALL, ArgumentList
 
 
 def divided(arguments: ArgumentList, index: str, dim: int, extent: int) -> tuple[str, str]:
@@ -21,7 +18,7 @@ def divided(arguments: ArgumentList, index: str, dim: int, extent: int) -> tuple
         given = (arguments.constant(f"d{dim}_factor", factor - (1 << 32)), arguments.constant(f"d{dim}_shift", shift))
         size = arguments.size(f"d{dim}", extent)
         return f"q{dim} = _quotient({index}, {given[0]}, {given[1]})", f"x{dim} = {index} - q{dim} * {size}"
-    size = str(extent) if extent <= SMALL else arguments.size(f"d{dim}", extent)
+    size = arguments.size(f"d{dim}", extent, literal=True)
     return f"x{dim} = {index} % {size}", f"q{dim} = {index} // {size}"
 
 

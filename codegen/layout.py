@@ -203,7 +203,7 @@ def mixed_blocks(body: Body, tuning: Tuning) -> MixedBlocks:
     if strip:
         way = walking(body, strip, held)
         return MixedBlocks(1, way.strip, way.warps, way.registers, *walked_by(body, tuning, 1, tuning.cores * way.programs))
-    along = power_of_two(lanes_needed(body))
+    along = power_of_two(lanes_needed(body) if body.extent >= tuning.covered else body.extent)
     tile = tuning.mixed_tile * (2 if along == tuning.mixed_tile else 1)  # measured: two rows of it are faster than one
     down = min(max(tile // along, 1), power_of_two(body.kept))
     lane = tuning.wide_lane if held <= 4 else tuning.lane

@@ -16,6 +16,11 @@ POINTER_TYPES = {
 }
 
 
+SMALL = 8
+"""Extents up to here are numbers in the source where that saves an element many instructions: larger ones vary more from call to
+call."""
+
+
 class ArgumentList:
     """``entries`` are (name, Triton type, argument). ``wide``: indices need 64 bits."""
 
@@ -47,8 +52,10 @@ class ArgumentList:
         return self._add(("p", id(source), byte_offset, access.dtype), f"p{count}",
                          f"*{POINTER_TYPES[access.dtype]}", argument)
 
-    def size(self, name: str, value: int) -> str:
-        """A named extent; one name always holds one value."""
+    def size(self, name: str, value: int, literal: bool = False) -> str:
+        """A named extent; one name always holds one value. ``literal``: a small one is a number in the source."""
+        if literal and value <= SMALL:
+            return str(value)
         return self._add(("n", name), name, "i64" if self.wide else "i32", Size(value))
 
     def constant(self, name: str, value: int) -> str:
