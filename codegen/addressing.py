@@ -28,7 +28,7 @@ class IndexWriter:
         return axis
 
     def _extent(self, number: int) -> str:
-        return self.arguments.size(f"n{number}", self._axis(number).extent, literal=number == self.tile.reduced_axis)
+        return self.arguments.size(f"n{number}", self._axis(number).extent, literal=number == 1 == self.tile.reduced_axis)
 
     def _arange(self, number: int) -> str:
         if self.tile.axes[0] is None:

@@ -19,7 +19,17 @@ from codegen.instructions import FULL
 from codegen.pointwise_layout import pointwise_tile
 from codegen.product import Product
 from codegen.row_blocks import neighbours, row_block, tile_of_rows, warps_resident
-from codegen.row_traits import fitting, lanes_needed, loads, makes_gradient, narrow, slow, sums_only
+from codegen.row_traits import (
+    MOST_VALUES,
+    fitting,
+    lanes_needed,
+    loads,
+    makes_gradient,
+    narrow,
+    slow,
+    sums_only,
+    values_at_once,
+)
 from codegen.shares import evenly, steps_ahead, walked_by
 from codegen.strips import registers_held, strip_of, strip_warps, strips_of, walking
 from codegen.tile import Axis, Strides, Tile, addressed, warps_for
@@ -136,7 +146,9 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
     if cached is not None:
         return cached
     lane = lane if looped or block_x > tuning.narrow_width else _lane_held(body, tuning, lane, -(-body.kept // block_x))
-    fits = lane if column and not looped else fitting(body, lane, looped, block_r)
+    threads = max(shares, 1) * -(-body.kept // block_x) * 32 * warps_for(block_x * block_r, lane, 32)
+    most = values_at_once(threads, tuning.cores) if share else MOST_VALUES
+    fits = lane if column and not looped else fitting(body, lane, looped, block_r, most)
     if looped and fits < lane:  # as many threads
         block_r = max(block_r * fits // lane, 1)
     warps = strip_warps(body, block_r, fits) if strips else warps_for(block_x * block_r, fits, 32)
