@@ -68,6 +68,19 @@ def test_sums_of_columns_meet_numbers_that_follow_from_the_column(size: tuple[in
     check(program, data(*size), data(*size, seed=1), count=2, tuning=SMALL, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("columns", [2, 3, 5, 8, 9, 127])
+def test_short_rows_have_blocks_of_their_own_length(columns: int) -> None:
+    """Not of as many more as lie between a 16-byte boundary and a row's start: they are not read in vectors from there on."""
+    def program(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        scale = (x.square().mean(1, keepdim=True) + 0.1).rsqrt()
+        return [x * scale * w, (x * scale).sum(0)]
+
+    made = check(program, data(70, columns), data(columns, seed=1), count=2, tuning=SMALL, rtol=1e-5, atol=1e-5)
+    kernel = kernels(made)[0].kernel
+    assert dict(kernel.constexprs)["B1"] == 1 << (columns - 1).bit_length()
+    assert (f"m1 = i1 < {columns}\n" in kernel.source) == (columns <= 8)
+
+
 @SIZES
 @DTYPES
 def test_programs_may_walk_several_rows(size: tuple[int, int], dtype: torch.dtype) -> None:

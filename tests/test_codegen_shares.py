@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Callable
 
 import pytest
 import torch
 from graphs import check, kernels, record
+from long_rows import spilled
 from torch import Tensor
 
 from codegen import emit
@@ -16,7 +19,7 @@ from codegen.columns import column_width
 from codegen.fuse import plan
 from codegen.instructions import FULL
 from codegen.kernel import KernelStep
-from codegen.row_traits import narrow
+from codegen.row_traits import FILE, MOST_VALUES, narrow, values_at_once
 from codegen.shares import alike, divided, steps_ahead, walked_by
 from codegen.tuning import HOPPER, Tuning
 from ir_nodes import settings
@@ -145,6 +148,21 @@ def test_columns_off_boundaries_are_shared_evenly(dtype: torch.dtype) -> None:
             assert shares % like == 0 or columns % like == 0
             assert share * shares >= rows and wanted * 0.6 <= programs <= wanted * 1.3
             assert longest <= 1.25 * rows * programs / shares / HOPPER.cores, (rows, columns, shares)
+
+
+def test_all_programs_that_share_a_reduction_run_at_the_same_time(tmp_path: Path) -> None:
+    """Of much that is computed and stored for each element, a thread has fewer elements."""
+    def program(x: Tensor, y: Tensor) -> list[Tensor]:
+        made = []
+        for one in (x, y, x * y):
+            made.append(torch.minimum(one / (y.abs() + 1), one - y).tanh() + one)
+        return [*made, sum(made).mean()]  # type: ignore[union-attr]
+
+    made = plan(record(program, data(1024, 4096), data(1024, 4096, seed=1))[0].graph)
+    step = next(step for step in kernels(made) if "mean" in step.kernel.name)
+    (registers,) = re.findall(r"Used (\d+) registers", spilled(step.kernel, tmp_path)[1])
+    assert step.grid[0] * step.kernel.num_warps * 32 * int(registers) <= HOPPER.cores * FILE
+    assert values_at_once(512 * 128, 132) < values_at_once(528 * 64, 132) == values_at_once(1 << 20, 132) == MOST_VALUES
 
 
 def test_few_small_steps_are_not_loaded_all_ahead() -> None:
