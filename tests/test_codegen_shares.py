@@ -161,7 +161,8 @@ def test_all_programs_that_share_a_reduction_run_at_the_same_time(tmp_path: Path
     made = plan(record(program, data(1024, 4096), data(1024, 4096, seed=1))[0].graph)
     step = next(step for step in kernels(made) if "mean" in step.kernel.name)
     (registers,) = re.findall(r"Used (\d+) registers", spilled(step.kernel, tmp_path)[1])
-    assert step.grid[0] * step.kernel.num_warps * 32 * int(registers) <= HOPPER.cores * FILE
+    threads = step.grid[0] * step.kernel.num_warps * 32
+    assert threads * int(registers) <= HOPPER.cores * FILE
     assert values_at_once(512 * 128, 132) < values_at_once(528 * 64, 132) == values_at_once(1 << 20, 132) == MOST_VALUES
 
 
