@@ -68,7 +68,7 @@ class Buffer:
         return f"b{self.index}"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Value:
     """Contents of ``buffer`` after its ``version``-th write (0: before the first)."""
 
@@ -79,6 +79,8 @@ class Value:
 
     def __str__(self) -> str:
         return f"{self.buffer}.{self.version}"
+
+    __repr__ = __str__  # fields lead to all of the graph, by many ways
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,7 @@ class Access:
 Arg = Any  # Operand | Target | ScalarInput | None | bool | int | float | str | dtype | ... | tuple of Arg
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Node:
     """One recorded op.
 
@@ -207,6 +209,8 @@ class Node:
     def __str__(self) -> str:
         outs = ", ".join(map(str, self.writes))
         return f"{outs} = {self.target}({', '.join(map(show_arg, self.args))})"
+
+    __repr__ = __str__
 
 
 def leaves(arg: Arg) -> Iterator[Arg]:

@@ -50,6 +50,19 @@ def test_an_empty_graph_is_one_line() -> None:
     assert printer.text(Graph()).startswith("graph: 0 nodes, 0 buffers, 0 inputs, 0 numbers, 0 outputs; key ")
 
 
+def test_nodes_and_values_show_themselves_and_not_the_graph_behind_them() -> None:
+    """As dataclasses do by themselves: each of 60 nodes that read the one before twice would be shown 2^60 times."""
+    graph = Graph()
+    last = graph.add_buffer(16, BufferKind.INPUT)
+    for _ in range(60):
+        made = graph.add_buffer(16)
+        graph.record("aten::mul.Tensor", [Access(last, FOUR), Access(last, FOUR)], [Access(made, FOUR, "w")])
+        last = made
+    node = graph.nodes[-1]
+    assert repr(node) == str(node) == "b60.1:float32[4] = aten::mul.Tensor(b59.1:float32[4], b59.1:float32[4])"
+    assert repr(node.writes[0].value) == "b60.1"
+
+
 def test_dot_has_a_node_for_each_op_and_an_edge_for_each_value() -> None:
     source = printer.dot(small_graph(), title='my "graph"')
     assert source.startswith('digraph "my \\"graph\\"" {') and source.endswith("}")
