@@ -147,7 +147,7 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
         return cached
     lane = lane if looped or block_x > tuning.narrow_width else _lane_held(body, tuning, lane, -(-body.kept // block_x))
     threads = max(shares, 1) * -(-body.kept // block_x) * 32 * warps_for(block_x * block_r, lane, 32)
-    most = values_at_once(threads, tuning.cores) if share else MOST_VALUES
+    most = values_at_once(threads, tuning.cores) if share and loads(body) else MOST_VALUES  # else nothing is waited for
     fits = lane if column and not looped else fitting(body, lane, looped, block_r, most)
     if looped and fits < lane:  # as many threads
         block_r = max(block_r * fits // lane, 1)
