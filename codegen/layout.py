@@ -147,7 +147,8 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
         return cached
     lane = lane if looped or block_x > tuning.narrow_width else _lane_held(body, tuning, lane, -(-body.kept // block_x))
     threads = max(shares, 1) * -(-body.kept // block_x) * 32 * warps_for(block_x * block_r, lane, 32)
-    most = values_at_once(threads, tuning.cores) if share and loads(body) else MOST_VALUES  # else nothing is waited for
+    shared = share > 0 and loads(body) > 0 and not sums_only(body)  # what is only summed, or loads nothing, waits less
+    most = values_at_once(threads, tuning.cores) if shared else MOST_VALUES
     fits = lane if column and not looped else fitting(body, lane, looped, block_r, most)
     if looped and fits < lane:  # as many threads
         block_r = max(block_r * fits // lane, 1)
