@@ -20,7 +20,6 @@ from codegen.pointwise_layout import pointwise_tile
 from codegen.product import Product
 from codegen.row_blocks import neighbours, row_block, tile_of_rows, warps_resident
 from codegen.row_traits import (
-    MOST_VALUES,
     fitting,
     lanes_needed,
     loads,
@@ -146,9 +145,8 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
     if cached is not None:
         return cached
     lane = lane if looped or block_x > tuning.narrow_width else _lane_held(body, tuning, lane, -(-body.kept // block_x))
-    threads = max(shares, 1) * -(-body.kept // block_x) * 32 * warps_for(block_x * block_r, lane, 32)
-    shared = share > 0 and loads(body) > 0 and not sums_only(body)  # what is only summed, or loads nothing, waits less
-    most = values_at_once(threads, tuning.cores) if shared else MOST_VALUES
+    threads = shares * -(-body.kept // block_x) * 32 * warps_for(block_x * block_r, lane, 32) if share else 0
+    most = values_at_once(body, threads, tuning.cores)
     fits = lane if column and not looped else fitting(body, lane, looped, block_r, most)
     if looped and fits < lane:  # as many threads
         block_r = max(block_r * fits // lane, 1)
@@ -216,7 +214,7 @@ def mixed_blocks(body: Body, tuning: Tuning) -> MixedBlocks:
     if strip:
         way = walking(body, strip, held)
         return MixedBlocks(1, way.strip, way.warps, way.registers, *walked_by(body, tuning, 1, tuning.cores * way.programs))
-    along = power_of_two(lanes_needed(body) if body.extent >= tuning.covered else body.extent)
+    along = power_of_two(lanes_needed(body, tuning.covered))
     tile = tuning.mixed_tile * (2 if along == tuning.mixed_tile else 1)  # measured: two rows of it are faster than one
     down = min(max(tile // along, 1), power_of_two(body.kept))
     lane = tuning.wide_lane if held <= 4 else tuning.lane

@@ -7,6 +7,7 @@ from codegen.body import Body
 from codegen.instructions import FULL
 from codegen.online import pairs
 from codegen.row_traits import (
+    lanes_needed,
     loads,
     longest_held,
     longest_in_strips,
@@ -39,7 +40,7 @@ def row_block(body: Body, tuning: Tuning, split: bool) -> tuple[int, bool, int]:
     strip = 0 if split else strip_of(body, tuning, longest_in_strips(body, tuning))
     if 0 < strip < body.extent:
         return strip, False, tuning.wide_lane
-    reads, extent = loads(body), power_of_two(body.extent + (7 if body.extent % 8 and body.extent > tuning.covered else 0))
+    reads, extent = loads(body), power_of_two(lanes_needed(body, tuning.covered))
     if not split and extent > tuning.short_row and extent * 3 > body.extent * tuning.padded and may_walk_again(body):
         return snug_block(body.extent + 7, min(tuning.looped, 2 * tuning.short_row), 512), True, tuning.lane
     if not split and extent <= longest_held(body, tuning):

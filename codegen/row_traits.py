@@ -14,10 +14,8 @@ MOST_VALUES, FEWEST_ELEMENTS = 160, 4
 """Values of a thread beyond which its elements are fewer, and how many it has at least: of more, ptxas spills, or they take so
 many registers that few run at a time. On an H200 a program of some 140 ops takes 89 us; with 32 elements each, 152."""
 
-REGISTERS, FEW_REGISTERS = 255, 64
-"""What a thread has at most, and with how many it should still be able to do."""
-FILE = 64 << 10
-"""Registers of a multiprocessor."""
+REGISTERS, FEW_REGISTERS, FILE = 255, 64, 64 << 10
+"""Registers that a thread has at most, with which it should still be able to do, and that a multiprocessor has."""
 
 MANY_STEPS, SOME_STEPS = 32, 6
 """Steps for each element of rows that registers hold, and of those that a loop walks, from which on that counts: of fewer, ptxas
@@ -100,17 +98,21 @@ def fitting(body: Body, lane: int, looped: bool, row: int = 0, most: int = MOST_
     return lane if not looped and row // fits > 32 >= row // lane else fits
 
 
-def values_at_once(threads: int, cores: int) -> int:
-    """Values of a thread that leave room for all ``threads`` at the same time, where there can be: a few programs more than the
-    machine has room for take twice the time. On an H200, 512 programs of 128 that make a mean of 2^23 quotients, which are
-    stored, take 37 us with 213 registers each, 25 with 128; 880 of 64 that sum columns of a gradient 172 and 107."""
-    each = cores * FILE // threads
-    return min(MOST_VALUES, MOST_VALUES * each // REGISTERS) if each >= FEW_REGISTERS else MOST_VALUES
+def values_at_once(body: Body, threads: int, cores: int) -> int:
+    """Values of a thread that leave room for all the ``threads`` that share a reduction (0: none do) at the same time, where
+    there can be: a few programs more than the machine has room for take twice the time. What is only summed, or loads nothing,
+    has as many as others: it waits less. On an H200, 512 programs of 128 that make a mean of 2^23 quotients, which are stored,
+    take 37 us with 213 registers each, 25 with 128."""
+    each = cores * FILE // max(threads, 1)
+    if not threads or each < FEW_REGISTERS or sums_only(body) or not loads(body):
+        return MOST_VALUES
+    return min(MOST_VALUES, MOST_VALUES * each // REGISTERS)
 
 
-def lanes_needed(body: Body) -> int:
-    """Elements of a row and, where rows do not start on 16-byte boundaries, of what may lie between one and its start."""
-    return body.extent + (7 if body.extent % 8 else 0)
+def lanes_needed(body: Body, shortest: int = 0) -> int:
+    """Elements of a row and, where rows do not start on 16-byte boundaries, of what may lie between one and its start. Rows of up
+    to ``shortest`` elements are not read from there on."""
+    return body.extent + (7 if body.extent % 8 and body.extent > shortest else 0)
 
 
 def longest_held(body: Body, tuning: Tuning) -> int:
