@@ -56,3 +56,26 @@ def test_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(across, "LARGE", 0)
     monkeypatch.setattr(across, "SHORT", 0)
     check(weighted, *images(2, 9, 7, 5), rtol=1e-5, atol=1e-5)
+
+
+def averaged(x: Tensor) -> Any:
+    """Over all but the middle dimension: rows in pieces of four elements."""
+    return x * x.cos().mean((0, 2), keepdim=True)
+
+
+def test_rows_in_small_pieces_are_walked_once() -> None:
+    found = names(averaged, torch.rand(4096, 64, 4))
+    assert any(name.startswith("pointwise") for name in found), found
+    refusals = [str(r) for r in plan(record(averaged, torch.rand(4096, 64, 4))[0].graph).refusals]
+    assert any("in pieces smaller than" in text for text in refusals)
+
+
+@pytest.mark.parametrize("size", [(1024, 256, 16), (1024, 512, 4)])
+def test_pieces_of_a_sector_and_rows_that_are_held_are_one_kernel(size: tuple[int, ...]) -> None:
+    assert not any(name.startswith("pointwise") for name in names(averaged, torch.rand(size)))
+
+
+def test_numbers_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit in ("LARGE", "SHORT", "HELD"):
+        monkeypatch.setattr(across, limit, 0)
+    check(averaged, torch.rand(9, 7, 3), rtol=1e-5, atol=1e-5)
