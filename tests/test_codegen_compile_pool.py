@@ -215,7 +215,8 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SCRIPT = """
 print("imported", flush=True)
-import sys, pathlib, dataclasses
+import sys, pathlib, dataclasses, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C
 from test_codegen_compile_pool import ARCH, kernel_of, with_source
 from codegen import compile_pool
 folder = pathlib.Path(sys.argv[1])

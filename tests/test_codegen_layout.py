@@ -162,10 +162,10 @@ def test_one_vector_of_each_operand_where_elements_read_one_half_or_the_other(dt
                                                  (1000, 1024), (1100, 256)])
 def test_blocks_of_rows_are_wide_and_few_of_their_lanes_idle(columns: int, block: int, dtype: torch.dtype) -> None:
     table = data(40, columns + 3, dtype=dtype)[:, :columns]
-    index = torch.arange(1 << 20) // 7 % 40
+    index = torch.arange(1 << 16) // 7 % 40
     step = only(F.embedding, index, table)
     assert dict(step.kernel.constexprs)["B1"] == block
-    check(F.embedding, index[:50], table, count=1)
+    check(F.embedding, index[:20], table, count=1)
 
 
 @pytest.mark.parametrize("columns", [1000, 1004, 3000], ids=str)

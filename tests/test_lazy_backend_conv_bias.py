@@ -219,8 +219,8 @@ def test_shapes(shape: tuple[Any, ...], dtype: torch.dtype, biased: bool) -> Non
 
     def run(device: str) -> list[Tensor]:
         torch.manual_seed(0)
-        layer = nn.Conv2d(inputs, outputs, kernel, stride, padding, dilation, bias=biased).to(device, dtype)
-        layer = layer.to(memory_format=LAST)
+        layer = nn.Conv2d(inputs, outputs, kernel, stride, padding, dilation, bias=biased).to(dtype, memory_format=LAST)
+        layer = layer.to(device)
         x = torch.randn(batch, inputs, *size).to(device, dtype).to(memory_format=LAST)
         with torch.no_grad():
             first = F.relu(layer(x))
