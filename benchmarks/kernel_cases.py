@@ -55,6 +55,11 @@ def rms_norm_backward(g: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return back.to(x.dtype), (g.float() * normal).sum(0).to(w.dtype)
 
 
+def divergence(x: Tensor, y: Tensor) -> Tensor:
+    """What a student's logits are off a teacher's."""
+    return F.kl_div(F.log_softmax(x, -1), F.log_softmax(y, -1), reduction="batchmean", log_target=True)
+
+
 def layer_norm_backward(g: Tensor, x: Tensor, w: Tensor, mean: Tensor, scale: Tensor) -> Any:
     return aten.native_layer_norm_backward(g, x, [x.shape[-1]], mean, scale, w, w, [True, True, True])
 
@@ -186,6 +191,7 @@ CASES = [
     Case("rms norm backward", rms_norm_backward, _rows(vectors=1, tensors=2), 3, MATRIX),
     Case("softmax backward", lambda g, y: aten._softmax_backward_data(g, y, -1, y.dtype), _rows(tensors=2), 3, MATRIX),
     Case("cross entropy fwd+bwd", cross_entropy, _targets, 2, WIDE, trains=True),
+    Case("divergence fwd+bwd", divergence, _rows(tensors=2), 3, MATRIX, trains=True),
     Case("gelu+bias backward", gelu_backward, _rows(tensors=2), 3, MATRIX),
     Case("swiglu backward", swiglu_backward, _rows(tensors=3), 5, MATRIX),
     # Not bound by memory alone: what bias, residual and activation add to the convolution is.

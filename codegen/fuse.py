@@ -24,6 +24,7 @@ from codegen.product import lower_product
 from codegen.pulled import nothing_known
 from codegen.reordering import follow, stores
 from codegen.rounds import pairs
+from codegen.row_totals import by_rows
 from codegen.rules import can_fuse
 from codegen.steps import Steps
 from codegen.taken import compute_taken
@@ -59,7 +60,8 @@ def units_of(graph: Graph, order: Iterable[tuple[Node, Node]], tuning: Tuning, p
     ``lists``, ops over lists are left to ATen."""
     if lists and settings.enabled("pad_rows"):
         pad_products(graph, remarks, tuning.overreads)
-    units = needed_units(lower_all(graph, tuning, lists, lowered), dict.fromkeys(graph.outputs()))
+    units = lower_all(graph, tuning, lists, lowered)
+    units = needed_units(by_rows(units) if settings.enabled("row_totals") else units, dict.fromkeys(graph.outputs()))
     for unit in units:
         if unit.node in products:
             unit.part = lower_product(unit.node)

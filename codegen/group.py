@@ -86,6 +86,11 @@ class Group:
         """True where it makes numbers of all its elements, so that it has next to nothing to write."""
         return self.reduced is not None and self.kept == 1
 
+    @property
+    def leaves_room(self) -> bool:
+        """Is it, or some of it, meant to be higher than what it waits for asks?"""
+        return any(unit.part is not None and unit.part.later for unit in self.units)
+
     def root(self) -> "Group":
         group = self
         while group.merged_into is not None:
@@ -232,11 +237,13 @@ def take_over(left: Group, right: Group) -> None:
 
 
 def joint_level(left: Group, right: Group) -> int | None:
-    """A level for the merged group above all it waits for and below all that waits for it; None: merging could deadlock."""
+    """A level for the merged group above all it waits for and below all that waits for it; None: merging could deadlock.
+    Totals that leave room below them, for what waits for others and shares a kernel with their rows, stay there if they can."""
     waited = [group.level for side, other in ((left, right), (right, left)) for group in side.preds if group is not other]
     waiting = [group.level for side, other in ((left, right), (right, left)) for group in side.succs if group is not other]
-    level = max(waited, default=-1) + 1
-    return level if level < min(waiting, default=math.inf) else None
+    level, limit = max(waited, default=-1) + 1, min(waiting, default=math.inf)
+    later = max([level, *(group.level for group in (left, right) if group.totals and group.leaves_room)])
+    return later if later < limit else level if level < limit else None
 
 
 def lifted_level(left: Group, right: Group) -> int | None:
