@@ -14,9 +14,9 @@ from codegen.aligned import KNOWN, in_a_vector
 from codegen.body import Body
 from codegen.instructions import FULL
 from codegen.row_blocks import loop_lane
-from codegen.row_traits import loads, narrow, walks_again
+from codegen.row_traits import loads, narrow, sums_only, walks_again
 from codegen.tile import Strides
-from codegen.tuning import Tuning, power_of_two, snug_block
+from codegen.tuning import PIECE, PIECES, Tuning, power_of_two, snug_block
 
 HELD = 64
 """Elements of its columns that a thread holds at a time, half as many where several operands are read."""
@@ -116,15 +116,36 @@ def _vector(body: Body) -> int:
     return in_a_vector([step for step in body.steps if step.level == FULL and step.access is not None])
 
 
-def along_kept(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple[bool, ...]) -> bool:
-    """True where neighbouring results, not neighbouring summands, lie next to one another in memory; what takes none says it
-    itself."""
-    votes = []
+def along_kept(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple[bool, ...], tuning: Tuning) -> bool:
+    """True where neighbouring results, not neighbouring summands, lie next to one another in memory, and more than a few of them;
+    what takes none says it itself."""
+    votes, least = [], PIECE if _better_rows(body, tuning) else 0
     for step in body.steps:
         if step.access is None or step.level != FULL:
             continue
         moving = [(stride, dim) for dim, stride in enumerate(strides[id(step)]) if stride > 0]
         if moving:
             weight = math.prod(dims[dim] for _, dim in moving)
-            votes.append(-weight if flags[min(moving)[1]] else weight)
+            few = _side_by_side(dims, moving, flags) * step.access.dtype.itemsize <= least
+            votes.append(-weight if few or flags[min(moving)[1]] else weight)
     return sum(votes) > 0 if votes else body.column
+
+
+def _better_rows(body: Body, tuning: Tuning) -> bool:
+    """Would programs, which are enough, hold all summands of some results, and is more done with these than to sum them, or would
+    that be split otherwise? See `tuning.in_pieces`."""
+    width = max((step.access.dtype.itemsize for step in body.steps if step.access is not None and step.level == FULL), default=0)
+    divided = tuning.has_few(body.kept) or narrow(body) and body.kept % 8 != 0
+    enough = body.kept >= tuning.programs and not _scans(body)
+    return enough and body.extent * width <= PIECES and (divided or not sums_only(body))
+
+
+def _side_by_side(dims: Sequence[int], moving: list[tuple[int, int]], flags: Sequence[bool]) -> int:
+    """How many results' summands lie next to one another before the next summand of the first: as many as there are elements, if
+    that does not come. ``moving``: (stride, dimension)."""
+    run = 1
+    for stride, dim in sorted(moving):
+        if flags[dim] or stride != run:
+            return run if flags[dim] and stride == run else math.prod(dims)
+        run *= dims[dim]
+    return math.prod(dims)

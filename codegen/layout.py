@@ -122,7 +122,7 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
     share, shares = divided
     kept = tuple(dim for dim, flag in enumerate(flags) if not flag)
     gone = tuple(dim for dim, flag in enumerate(flags) if flag)
-    column = along_kept(body, dims, strides, flags)
+    column = along_kept(body, dims, strides, flags, tuning)
     if body.mixed:
         return _mixed(body, dims, strides, (kept, gone), tuning)
     extent, looped, lane, strips = body.extent, share > 0, tuning.lane, 0
