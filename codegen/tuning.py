@@ -38,10 +38,11 @@ On an H200, softmax over 256 of 32,769 x 256 x 3 in bfloat16: 37 us as rows, 102
 
 def in_pieces(part: Part) -> bool:
     """Do so few results of a column lie side by side that they had better be rows, whose elements lie apart?"""
-    (low, high), *more = part.reduced or ((0, 0),)
-    whole = ((part.numel, 1),)
+    if part.reduced is None or len(part.reduced) != 1:
+        return False
+    (low, high), whole = part.reduced[0], ((part.numel, 1),)
     widths = [access.dtype.itemsize for _, access in part.accesses() if access.level == FULL and access.form == whole]
-    return bool(widths) and not more and low * max(widths) <= PIECE and high // low * max(widths) <= PIECES
+    return bool(widths) and low * max(widths) <= PIECE and high // low * max(widths) <= PIECES
 
 
 @dataclass(frozen=True, slots=True)

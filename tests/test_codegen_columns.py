@@ -134,7 +134,9 @@ def test_columns_of_short_runs_are_walked_run_by_run(size: tuple[int, ...], name
 
 @pytest.mark.parametrize("name", SHORT_RUNS)
 def test_long_columns_of_very_short_runs_are_walked_run_by_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a program cannot hold them as rows."""
     monkeypatch.setattr(columns, "LONG", 64)
+    monkeypatch.setattr(columns, "PIECES", 0)
     for size in ((40, 90, 4), (2, 20, 64, 2)):
         x, w = data(*size), data(*size[:-2], 1, size[-1])
         made = check(SHORT_RUNS[name], x, w, tuning=HOPPER.changed("column_tile=128,programs=8"), rtol=1e-3, atol=1e-3)

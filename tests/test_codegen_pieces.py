@@ -55,6 +55,13 @@ def test_numbers(name: str, dtype: torch.dtype, size: tuple[int, ...]) -> None:
     check(lambda x: PROGRAMS[name](x.view(size[0], -1, size[-1])), data(*size, dtype=dtype), rtol=near, atol=near)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sums_over_a_single_element(dtype: torch.dtype) -> None:
+    """Nothing is reduced."""
+    check(lambda x: (x.sum(1), x.amax(1) * 2), data(2000, 1, 3, dtype=dtype))
+    check(lambda x: x.sum(1, keepdim=True).square().sum(0), data(700, 1, dtype=dtype), rtol=1e-2, atol=1e-2)
+
+
 def test_another_operand_may_lie_otherwise() -> None:
     def program(x: Tensor, y: Tensor) -> Tensor:
         return (x + y.transpose(1, 2)).softmax(1)
