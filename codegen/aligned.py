@@ -102,7 +102,7 @@ def in_vectors(tile: Tile, body: Body) -> bool:
         return True
     full = [step for step in over_rows(body, tile.strides) if step.stage == "load"]
     apart = {stride for step in full for stride in tile.strides[id(step)] if stride > 1}
-    return all(size % KNOWN == 0 for size in (*apart, tile.dims[along.dims[-1]]))
+    return not full or all(size % KNOWN == 0 for size in (*apart, tile.dims[along.dims[-1]]))
 
 
 def over_rows(body: Body, strides: Strides) -> list[Step]:

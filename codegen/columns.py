@@ -113,7 +113,8 @@ def _scans(body: Body) -> bool:
 
 
 def _vector(body: Body) -> int:
-    return in_a_vector([step for step in body.steps if step.level == FULL and step.access is not None])
+    accesses = [step for step in body.steps if step.access is not None]
+    return in_a_vector([step for step in accesses if step.level == FULL] or accesses)
 
 
 def along_kept(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple[bool, ...], tuning: Tuning) -> bool:

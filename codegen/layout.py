@@ -76,7 +76,7 @@ def _main(body: Body, strides: Strides) -> Step | None:
     dense = [step for step in whole if not stores or step.stage == "store"]
     candidates = dense or stores or full or [step for step in body.steps if step.stage == "store"]
     if body.reduced is None or not dense:
-        return candidates[0] if candidates else None
+        return max(candidates, key=lambda step: math.prod(n for n, stride in step.form if stride), default=None)
     along = [_innermost(strides[id(step)]) for step in whole]
     moved: Counter[int] = Counter()
     for dim, step in zip(along, whole):

@@ -111,11 +111,14 @@ def _draws_slowly(left: Group, right: Group, joint: Joint) -> str:
 def _works_alone(left: Group, right: Group, joint: Joint) -> bool:
     """Do few programs, which see whole rows, have so much to compute for each element that others had better do it?"""
     extent = forms.reduced_extent(joint.reduced or ())
-    if joint.split or extent < LONE // 500 or joint.numel // extent * 32 > HOPPER.programs:
+    columns = (joint.reduced or ((1, 1),))[0][0] > 1
+    each = extent * HOPPER.narrow_width if columns else extent
+    few = HOPPER.has_few(joint.numel // extent) if columns else joint.numel // extent * 32 <= HOPPER.programs
+    if joint.split or each < LONE // 500 or not few:
         return False
     units = [unit for group in (left, right) for unit in group.units if unit not in joint.kept_units]
     parts = [unit.part for unit in units if unit.part is not None and info(unit.node.target).kind == "pointwise"]
-    return extent * sum(part.facts.work for part in parts) > LONE
+    return each * sum(part.facts.work for part in parts) > LONE
 
 
 def _belongs_elsewhere(left: Group, right: Group) -> bool:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Callable, NamedTuple, Sequence
+from typing import Callable, Container, NamedTuple, Sequence
 
 from ir_nodes.graph import Graph
 from ir_nodes.node import Node, Value
@@ -38,15 +38,16 @@ def unstored(graph: Graph, kernels: Kernels) -> set[int]:
     return written - {value.buffer.index for kernel in kernels for value in kernel.stores}
 
 
-def traffic(graph: Graph, kernels: Kernels) -> int:
-    """Bytes that these kernels read and write; what one of them makes for itself alone does not count."""
+def traffic(graph: Graph, kernels: Kernels, alive: Container[Node] | None = None) -> int:
+    """Bytes that these kernels read and write; what one of them makes for itself alone does not count, nor what only nodes read
+    that are not ``alive``."""
     outputs = dict.fromkeys(graph.outputs())
     total = 0
     for kernel in kernels:
         inside = set(kernel.nodes)
         seen = {read.value: min(read.layout.nbytes, read.value.buffer.nbytes) for node in kernel.nodes for read in node.reads
                 if read.value.producer not in inside}
-        made = {write.value: write.layout.nbytes for node in kernel.nodes for write in node.writes
-                if write.value in outputs or any(user not in inside for user in write.value.users)}
+        made = {write.value: write.layout.nbytes for node in kernel.nodes for write in node.writes if write.value in outputs
+                or any(user not in inside and (alive is None or user in alive) for user in write.value.users)}
         total += sum(seen.values()) + sum(made.values())
     return total

@@ -1,4 +1,4 @@
-"""Columns of which a few lie side by side (pixels' channels, pairs of coordinates) are reduced as rows whose elements lie apart."""
+"""Columns of which a few lie side by side, such as pixels' channels, are reduced as rows whose elements lie apart."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ def walks_rows(program: Callable[..., Any], x: Tensor) -> bool:
     return len(made) == 1 and "_acc" not in made[0][0] and ", 1, _" in made[0][0]
 
 
-@pytest.mark.parametrize(("size", "dtype"), [((2000, 256, 3), torch.bfloat16), ((2000, 300, 4), torch.float32),
-                                             ((3000, 49, 2), torch.float32), ((2000, 300, 6), torch.bfloat16)], ids=str)  # fmt: skip
+@pytest.mark.parametrize(("size", "dtype"), [
+    ((2000, 256, 3), torch.bfloat16), ((2000, 300, 4), torch.float32), ((3000, 49, 2), torch.float32),
+    ((2000, 300, 6), torch.bfloat16),
+], ids=str)  # fmt: skip
 def test_rows_where_results_lie_in_small_pieces(size: tuple[int, ...], dtype: torch.dtype) -> None:
     assert walks_rows(PROGRAMS["softmax"], data(*size, dtype=dtype))
     assert walks_rows(PROGRAMS["centred"], data(*size, dtype=dtype))

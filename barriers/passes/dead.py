@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Sequence
+
 from ir_nodes import Graph, Node
 from ir_nodes.ops import COLLECTIVE, info
 
@@ -13,16 +15,21 @@ def eliminate_dead(graph: Graph) -> Graph:
     buffer, and a partial write keeps the value whose other bytes survive. Linear in nodes and operands. Returns ``graph``,
     without the dead nodes and their values.
     """
-    alive = _reachable(graph)
-    dead = [node for node in graph.nodes if node not in alive]
+    alive = reachable(graph)
+    drop(graph, [node for node in graph.nodes if node not in alive])
+    return graph
+
+
+def drop(graph: Graph, dead: Sequence[Node]) -> None:
+    """Remove nodes, which nobody else uses, with their values."""
     graph.remove(dead)
     gone = set(dead)
     for values in graph.values:
         values[:] = [value for value in values if value.producer not in gone]
-    return graph
 
 
-def _reachable(graph: Graph) -> set[Node]:
+def reachable(graph: Graph) -> set[Node]:
+    """The nodes that `eliminate_dead` keeps."""
     pending = [value.producer for value in graph.outputs()]
     pending += [node for node in graph.nodes if not node.all_writes() or info(node.target).kind in COLLECTIVE]
     alive: set[Node] = set()

@@ -16,7 +16,7 @@ from typing import Iterator, Mapping, Sequence
 from barriers.dependencies import needs, older_values
 from barriers.model import memory
 from barriers.passes.cheap import sees_all
-from barriers.passes.dead import eliminate_dead
+from barriers.passes.dead import eliminate_dead, reachable
 from barriers.passes.recompute import Copied
 from barriers.passes.remade import again, is_plain, result_of, squares, taken, twice, won
 from ir_nodes import Graph, Node, Value
@@ -50,8 +50,7 @@ def hold_less(graph: Graph, partition: Partition, remarks: Remarks | None = None
     if any(node.segment is not None or node.stage or info(node.target).kind in COLLECTIVE for node in graph.nodes):
         remarks.refused("hold_less", "", "a schedule or collectives have a say in the order")
         return graph
-    kernels, order = partition(graph), graph.nodes
-    holder = _Holder(graph, kernels)
+    holder = _Holder(graph, partition(graph))
     made = holder.run()
     if not made:
         return graph
@@ -63,14 +62,12 @@ def hold_less(graph: Graph, partition: Partition, remarks: Remarks | None = None
             remarks.refused("hold_less", copied.nodes[-1].name, "the copy would not join the kernel that reads its operands")
         else:
             remarks.did("hold_less", copied.nodes[-1].name, "it is made again by a late kernel instead of being kept")
-    eliminate_dead(graph)
-    if max(memory(graph, graph.nodes, unstored(graph, after))) >= holder.peak:
+    alive = reachable(graph)  # nobody is dropped who may be needed again
+    if max(memory(graph, [node for node in graph.nodes if node in alive], unstored(graph, after))) >= holder.peak:
         for copied, _ in made:
             copied.take_back()
-        graph.nodes = order
         remarks.refused("hold_less", "", "no less memory would be held at most")
-        eliminate_dead(graph)
-    return graph
+    return eliminate_dead(graph)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Sequence
 
 from barriers.min_cut import NEVER, min_cut
 from barriers.passes.cheap import ROWS, is_cheap, reduces_rows, sees_all
-from barriers.passes.dead import eliminate_dead
+from barriers.passes.dead import drop, eliminate_dead, reachable
 from ir_nodes import BufferKind, Graph, Node, Value
 from ir_nodes.kernels import Kernels, Partition, homes, traffic
 from ir_nodes.ops import info
@@ -48,9 +48,9 @@ def recompute_cheap(graph: Graph, partition: Partition, remarks: Remarks | None 
         grows = traffic(graph, after) >= moved
         for one in told:
             one.take_back()
-        if grows and told:  # perhaps for the sake of these
-            eliminate_dead(graph)
-            grows = traffic(graph, partition(graph)) >= moved
+        if grows and told:  # perhaps for the sake of these; what the others stand for may be needed again, and stays
+            drop(graph, [node for one in told for node in one.nodes])
+            grows = traffic(graph, partition(graph), reachable(graph)) >= moved
         for one in copied:
             if grows and one not in told:
                 one.take_back()
