@@ -59,8 +59,8 @@ def _laid_out(body: Body, tuning: Tuning, share: int, shares: int) -> Tile:
         return _product(products[0], *_merge(dims, strides, flags, [dim for dim in range(len(dims)) if dims[dim] > 1]), tuning)
     main = _main(body, strides) if settings.enabled("loop_order") else None
     scans = any(step.stage == "scan" for step in body.steps)  # these take their summands in order
-    order = sorted((dim for dim in range(len(dims)) if dims[dim] > 1),
-                   key=lambda dim: (flags[dim], -strides[id(main)][dim] if main and not (scans and flags[dim]) else 0, dim))
+    order = sorted((dim for dim in range(len(dims)) if dims[dim] > 1), key=lambda dim: (
+        flags[dim], -(strides[id(main)][dim] or body.numel) if main and not (scans and flags[dim]) else 0, dim))
     dims, strides, flags = _merge(dims, strides, flags, order)
     if body.reduced is None:
         return pointwise_tile(body, dims, strides, tuning)

@@ -40,3 +40,40 @@ def test_a_reduction_walks_as_most_of_its_operands_lie() -> None:
     assert source.count("i0 * n1 + i1, ") == 3
     with settings.override(disable=frozenset({"loop_order"})):
         check(program, *inputs)
+
+
+def test_long_columns_of_few_programs_leave_it_too() -> None:
+    """Unless they are many, or scanned, which takes more programs' time by itself."""
+    few, many = torch.zeros(4000, 1000), torch.zeros(4000, 20_000)
+    assert len(kernels(plan(record(lambda x: wave(x).softmax(0), few)[0].graph))) == 2
+    assert len(kernels(plan(record(lambda x: wave(x).softmax(0), many)[0].graph))) == 1
+    assert len(kernels(plan(record(lambda x: wave(x).cumsum(0), few)[0].graph))) == 1
+    check(lambda x: wave(x).softmax(0), torch.randn(400, 7), rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_expanded_is_walked_along_memory() -> None:
+    """The dimension along which an operand does not move is the outer one, whether it is first or not."""
+    def largest(x: torch.Tensor) -> torch.Tensor:
+        return x.expand(2, *x.shape).amax(1)
+
+    def summed(x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(x.expand(3, *x.shape).amax(1).sum() + x.expand(2, *x.shape).square().sum(), x)[0]
+
+    for program in (largest, summed):
+        check(program, torch.randn(70, 96), rtol=1e-5, atol=1e-5)
+    (step, *_) = kernels(plan(record(largest, torch.zeros(2048, 512))[0].graph))
+    assert "x1 = i1 % d1" in step.kernel.source and "p0 + i0 * s0 + x1" in step.kernel.source
+
+
+def test_sums_of_what_is_computed_from_places_have_few_warps() -> None:
+    """Nothing is loaded, and a thread has several results all the same."""
+    def program(x: torch.Tensor) -> torch.Tensor:
+        y = x.detach().requires_grad_()
+        return torch.autograd.grad(y.expand(2, *y.shape)[0::2].sum(), y)[0]
+
+    check(program, torch.randn(30, 50))
+    places = lambda x: (torch.arange(2, device=x.device)[:, None] * torch.arange(1 << 20, device=x.device)).sum(0) + x  # noqa: E731
+    (step,) = kernels(plan(record(places, torch.zeros(1 << 20))[0].graph))
+    assert step.kernel.num_warps <= 4
+    check(places, torch.zeros(1 << 20), rtol=1e-5, atol=1e-5)
