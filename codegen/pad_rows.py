@@ -18,6 +18,7 @@ from ir_nodes.node import Buffer
 VECTOR = 16
 """Bytes that a thread loads at once."""
 FOLLOWING = ("copy", "copy_", "_to_copy", "_log_softmax", "_log_softmax_backward_data")
+NO_USE = "another matrix of its product has rows of odd length, and is seen outside"
 WORTH = 1 << 20
 """Bytes of a matrix below which a slow product costs nothing."""
 
@@ -27,8 +28,8 @@ def pad_rows(graph: Graph, done: dict[Buffer, tuple[int, int]]) -> dict[Buffer, 
     is, with the reason."""
     users = users_of(graph)
     refused: dict[Buffer, str] = {}
-    for buffer, row in odd_matrices(graph).items():
-        reason = lengthen(buffer, row, rounded(*row), users[buffer])
+    for buffer, (row, serves) in odd_matrices(graph).items():
+        reason = lengthen(buffer, row, rounded(*row), users[buffer]) if serves or seen(buffer) else NO_USE
         if reason:
             refused[buffer] = reason
         else:
@@ -54,17 +55,29 @@ def follow(done: dict[Buffer, tuple[int, int]], users: dict[Buffer, list[Node]])
                     todo.append(value.buffer)
 
 
-def odd_matrices(graph: Graph) -> dict[Buffer, tuple[int, int]]:
-    """Buffers that matrix products read or write in rows of odd length: (elements of a row, bytes of an element)."""
-    found: dict[Buffer, tuple[int, int]] = {}
+def odd_matrices(graph: Graph) -> dict[Buffer, tuple[tuple[int, int], bool]]:
+    """Buffers that matrix products read or write in rows of odd length: (elements of a row, bytes of an element), and whether
+    longer ones serve any: whether what else a product reads has rows of even length, or may get them."""
+    found: dict[Buffer, tuple[tuple[int, int], bool]] = {}
     for node in graph.nodes:
         if ops.info(node.target).kind != "matmul":
             continue
+        serves = not any(off(read.layout) and seen(read.value.buffer) for read in node.reads)
         for value, layout in node.places():
-            row = leading(layout)
-            if row * layout.itemsize % VECTOR and row > 1 and value.buffer.nbytes >= WORTH:
-                found.setdefault(value.buffer, (row, layout.itemsize))
+            if off(layout) and value.buffer.nbytes >= WORTH:
+                row, before = found.get(value.buffer, ((leading(layout), layout.itemsize), False))
+                found[value.buffer] = row, before or serves
     return found
+
+
+def off(layout: Layout) -> bool:
+    """Is it a matrix whose rows do not all start on 16-byte boundaries?"""
+    row = leading(layout)
+    return row > 1 and row * layout.itemsize % VECTOR > 0
+
+
+def seen(buffer: Buffer) -> bool:
+    return buffer.live or buffer.kind is not BufferKind.FRESH
 
 
 def leading(layout: Layout) -> int:
@@ -84,7 +97,7 @@ def users_of(graph: Graph) -> dict[Buffer, list[Node]]:
 def lengthen(buffer: Buffer, shape: tuple[int, int], padded: int, users: list[Node]) -> str:
     """Give every layout of ``buffer`` rows of ``padded`` elements; "" where that is done, else the reason why not."""
     row, itemsize = shape
-    if buffer.live or buffer.kind is not BufferKind.FRESH:
+    if seen(buffer):
         return "its memory is seen outside"
     if buffer.nbytes % (row * itemsize):
         return "it is more than rows"

@@ -13,7 +13,7 @@ import lazy_backend
 from codegen.fuse import plan
 from codegen.kernel import KernelStep
 from codegen.pad_products import pad_products
-from codegen.pad_rows import with_rows
+from codegen.pad_rows import NO_USE, with_rows
 from codegen.tuning import HOPPER, INTERPRETER, Tuning
 from ir_nodes import BufferKind, Graph, Layout, Node, settings
 from ir_nodes.node import Value
@@ -90,6 +90,18 @@ def test_what_is_seen_outside_keeps_its_rows() -> None:
     graph = recorded(512, 2057, outside=True)
     refused = pad_products(graph)
     assert "its memory is seen outside" in refused.values()
+
+
+def test_rows_stay_where_another_matrix_of_their_product_has_odd_ones() -> None:
+    """A vector of each is loaded, or of none."""
+    x, odd, even = (torch.randn(*size, device="lazysched").bfloat16() for size in ((512, 2057), (64, 2057), (2057, 64)))
+    lazy_backend.mark_step()
+    graph = optimised([torch.nn.functional.linear(x.tanh(), odd)])
+    assert NO_USE in pad_products(graph).values()
+    assert not any(node.relaid for node in graph.nodes)
+    graph = optimised([x.tanh() @ even])
+    pad_products(graph)
+    assert any(node.relaid for node in graph.nodes)
 
 
 def test_even_rows_stay() -> None:
