@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from codegen.addressing import IndexWriter
 from codegen.body import Body, Step
+from codegen.instructions import FULL
 from codegen.source_args import ArgumentList
 from codegen.tile import Tile
 from ir_nodes.own import BITS
@@ -31,11 +32,11 @@ class BitWriter(IndexWriter):
     def _unpack(self, step: Step, name: str, pointer: str) -> None:
         """Define ``name`` as the mask's element for each of the step's block."""
         (place,) = step.args
-        run = self._bytes(place)
+        run = self._bytes(step, place)
         if run is not None:
             where, mask = run
             byte = f"tl.load({pointer} + {where}{mask and f'{mask}, other=0'})"
-            bits = f"tl.reshape(_to_eight({byte}), {self._shape('B1')})"
+            bits = f"tl.reshape(_to_eight({byte}), {self._shape(step, 'B1')})"
             self._line(f"{name} = (({bits} >> ({self._arange(1)} % {BITS})) & 1) != 0")
             return
         bounds = [f"m{number}" for number in sorted(self._terms(place)) if self._guarded(number)]
@@ -45,15 +46,15 @@ class BitWriter(IndexWriter):
 
     def _pack(self, step: Step, value: str, pointer: str) -> None:
         """Store ``value``. Raises Unpackable where no block holds neighbours that share a byte."""
-        run = self._bytes(step.args[1])
+        run = self._bytes(step, step.args[1])
         if run is None:
             raise Unpackable
         where, mask = run
-        bits = f"tl.broadcast_to({value}, {self._shape('B1')}).to(tl.uint8) << ({self._arange(1)} % {BITS})"
-        parted = f"tl.reshape({bits}, {self._shape(f'B1 // {BITS}, 2, 2, 2')})"
+        bits = f"tl.broadcast_to({value}, {self._shape(step, 'B1')}).to(tl.uint8) << ({self._arange(1)} % {BITS})"
+        parted = f"tl.reshape({bits}, {self._shape(step, f'B1 // {BITS}, 2, 2, 2')})"
         self._line(f"tl.store({pointer} + {where}, _of_eight({parted}).to(tl.uint8){mask})")
 
-    def _bytes(self, place: Step) -> tuple[str, str] | None:
+    def _bytes(self, step: Step, place: Step) -> tuple[str, str] | None:
         """Where the bytes of a block lie, and the mask of an access to them as a further argument; None where its elements share
         bytes with those of other blocks, or are no neighbours."""
         cut = self.tile.share if self.tile.reduced_axis == 1 and not self.tile.mixed else 0
@@ -62,10 +63,17 @@ class BitWriter(IndexWriter):
             return None
         start, lanes = self._starts[1], run[1]
         at = f"({start}) // {BITS} + {lanes}" if start else lanes
-        bounds = ["m0"] * (self.tile.axes[0] is not None and self._guarded(0))
+        bounds = ["m0"] * (self._rows(step) == "B0" and self._guarded(0))
         bounds += [f"({at} < {self._end or self._extent(1)} // {BITS})"] * self._guarded(1)
         return " + ".join(run), f", mask={' & '.join(bounds)}" if bounds else ""
 
-    def _shape(self, along: str) -> str:
-        """Of a block, with these extents in place of axis 1's."""
-        return f"[B0, {along}]" if self.tile.axes[0] is not None else f"[{along}]"
+    def _shape(self, step: Step, along: str) -> str:
+        """Of the step's block, with these extents in place of axis 1's."""
+        rows = self._rows(step)
+        return f"[{rows}, {along}]" if rows else f"[{along}]"
+
+    def _rows(self, step: Step) -> str:
+        """The block's extent along axis 0: of what there is one of for each column, 1. "" where there is no such axis."""
+        if self.tile.axes[0] is None:
+            return ""
+        return "1" if self.tile.reduced_axis == 0 and step.level != FULL else "B0"

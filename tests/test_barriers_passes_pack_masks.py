@@ -227,3 +227,20 @@ def test_it_can_be_switched_off() -> None:
         made = plan(recording.graph, tuning=HOPPER.changed("few=0"))
     late = [step.kernel.source for step in kernels(made) if "native_dropout_" in step.kernel.name]
     assert late and all(source.index("tl.store(") > source.rindex("tl.reduce(t") for source in late if "tl.reduce(t" in source)
+
+
+@pytest.mark.parametrize("size", [(4, 24, 16), (3, 9, 40), (2, 1, 8)], ids=str)
+def test_masks_of_what_columns_are_reduced_to(size: tuple[int, ...]) -> None:
+    """One bit for each column, not for each element: such a kernel did not compile, and ATen ran the step."""
+    def averaging() -> Recording:
+        torch.manual_seed(0)
+        given = [torch.randn(*size), torch.randn(size[1:]), torch.randn(size[2], size[2])]
+        with Recorder() as recorder:
+            x, w, z = (one.detach().requires_grad_() for one in given)
+            made = F.leaky_relu(torch.minimum(w, x.mean(0))) @ z
+            grads = torch.autograd.grad(made.square().sum(), (x, w, z))
+        return recorder.finish([*grads, *given])
+
+    _, made, _ = both(averaging)
+    assert any("_of_eight" in step.kernel.source and step.kernel.name.startswith("reduce_mean") for step in kernels(made))
+    compile_all(made)
