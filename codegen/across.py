@@ -10,7 +10,9 @@ the mean elementwise would fetch and store them so once more (0.91 ms; 0.65 in t
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 
 from codegen import forms
 from codegen.body import reduced_flags
@@ -31,12 +33,24 @@ def refused(left: Group, right: Group, joint: Joint) -> str | None:
     rows, other = (left, right) if left.reduced is not None else (right, left)
     if other.reduced is not None or other.numel != joint.numel:
         return None
+    if rows is left and rows.totals and (along := _fast(rows, joint)) and not _fast(other, joint) <= along:
+        return "its operands lie in another order than those that the other sums as a whole, which is walked in one"
     if rows is left and _in_pieces(rows, joint):
         return "the rows that one of them reduces lie in pieces smaller than what memory gives at a time, and would be read twice"
     own, others = _ways(rows, other, joint), _ways(other, rows, joint)
     if True in own or True not in others or False not in (*own, *others):
         return None
     return "one of its operands lies across the rows that the other reduces: each element would be fetched with its neighbours"
+
+
+def _fast(group: Group, joint: Joint) -> set[int]:
+    """The dimensions along which memory that the group touches runs, by how many elements of the space lie between two."""
+    found: set[int] = set()
+    for form in (foot.form for feet in group.touched.values() for foot in feet.values() if _is_whole(foot, joint)):
+        assert form is not None
+        positions = itertools.accumulate((size for size, _ in form[:0:-1]), operator.mul, initial=1)
+        found.add(min((stride, position) for (_, stride), position in zip(reversed(form), positions))[1])
+    return found
 
 
 def _in_pieces(rows: Group, joint: Joint) -> bool:

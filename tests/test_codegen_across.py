@@ -79,3 +79,17 @@ def test_numbers_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     for limit in ("LARGE", "SHORT", "HELD"):
         monkeypatch.setattr(across, limit, 0)
     check(averaged, torch.rand(9, 7, 3), rtol=1e-5, atol=1e-5)
+
+
+def turned(x: Tensor, y: Tensor) -> Any:
+    """The sum of one, and what is made of the same and another that lies across."""
+    return x.mean(), x * 2 + y.t()
+
+
+def test_sums_of_everything_do_not_walk_what_lies_otherwise() -> None:
+    made = plan(record(turned, torch.rand(1200, 1000), torch.rand(1000, 1200))[0].graph)
+    assert any(step.kernel.name.startswith("pointwise") for step in kernels(made))
+    assert any("lie in another order" in str(refusal) for refusal in made.refusals)
+    alike = names(lambda x, y: (x.mean(), x * 2 + y), torch.rand(1200, 1000), torch.rand(1200, 1000))
+    assert not any(name.startswith("pointwise") for name in alike)
+    check(turned, torch.rand(37, 50), torch.rand(50, 37), rtol=1e-5, atol=1e-5)
