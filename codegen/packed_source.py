@@ -63,16 +63,16 @@ class BitWriter(IndexWriter):
             return None
         start, lanes = self._starts[1], run[1]
         at = f"({start}) // {BITS} + {lanes}" if start else lanes
-        bounds = ["m0"] * (self._rows(step) == "B0" and self._guarded(0))
+        bounds = ["m0"] * (self._extent_down(step) == "B0" and self._guarded(0))
         bounds += [f"({at} < {self._end or self._extent(1)} // {BITS})"] * self._guarded(1)
         return " + ".join(run), f", mask={' & '.join(bounds)}" if bounds else ""
 
     def _shape(self, step: Step, along: str) -> str:
         """Of the step's block, with these extents in place of axis 1's."""
-        rows = self._rows(step)
+        rows = self._extent_down(step)
         return f"[{rows}, {along}]" if rows else f"[{along}]"
 
-    def _rows(self, step: Step) -> str:
+    def _extent_down(self, step: Step) -> str:
         """The block's extent along axis 0: of what there is one of for each column, 1. "" where there is no such axis."""
         if self.tile.axes[0] is None:
             return ""
