@@ -77,6 +77,7 @@ def off(layout: Layout) -> bool:
 
 
 def seen(buffer: Buffer) -> bool:
+    """Does somebody outside of the graph know how it lies?"""
     return buffer.live or buffer.kind is not BufferKind.FRESH
 
 

@@ -30,13 +30,13 @@ def by_rows(units: Sequence[Unit]) -> list[Unit]:
     free = 1 + max((-1 - value.buffer.index for unit in units for value in unit.makes if value.buffer.index < 0), default=-1)
     for unit in units:
         length = lengths.of(unit.part) if unit.part is not None else 0
-        if unit.part is None or not length or not _divides(unit, length):
-            found.append(unit)
-        else:
-            found += _divided(unit, length, free)
-            free += 1
-        if unit.part is not None:
+        if unit.part is not None and length:
             lengths.remember(unit.part, length)
+        if unit.part is not None and _divides(unit.part, length):
+            found += _divided(unit, unit.part, length, free)
+            free += 1
+        else:
+            found.append(unit)
     for position, unit in enumerate(found):
         unit.position = position
     return found
@@ -62,9 +62,9 @@ class _Lengths:
         if part.reduced is None and part.numel in (1, length):
             return
         for mode, access in part.accesses():
-            if mode == "w" and length and access.form == _whole(part.numel):
+            if mode == "w" and access.form == _whole(part.numel):
                 self._whole[access.value] = length
-            elif mode == "w" and length and access.form == _whole(part.numel // length):
+            elif mode == "w" and access.form == _whole(part.numel // length):
                 self._of_rows[access.value] = length
 
     def _told(self, access: MemAccess, numel: int) -> int:
@@ -79,31 +79,28 @@ def _whole(numel: int) -> Form:
     return ((numel, 1),)
 
 
-def _divides(unit: Unit, length: int) -> bool:
-    """Does the unit sum everything, and nothing else, and is a row long enough?"""
-    part = unit.part
-    if part is None or part.kept > 1 or part.reduced is None or length < SHORT or part.numel <= length or part.waits:
+def _divides(part: Part, length: int) -> bool:
+    """Does the part sum everything, and nothing else, and is a row long enough?"""
+    if part.kept > 1 or part.reduced is None or length < SHORT or part.numel <= length or part.waits:
         return False
     sums = [instr for instr in part.instrs if instr.kind == "reduce"]
-    if len(sums) != 1 or sums[0].dtype not in HELD or part.after or any(write.base is not None for write in unit.node.writes):
+    if len(sums) != 1 or sums[0].dtype not in HELD or part.after or any(write.base is not None for write in part.node.writes):
         return False
-    full = [instr for instr in part.instrs if instr.level == FULL]
-    return APART.isdisjoint(part.facts.kinds) and set(full) <= set(_behind(sums[0]))
+    summed = _behind(part, sums[0])
+    return APART.isdisjoint(part.facts.kinds) and all(instr in summed for instr in part.instrs if instr.level == FULL)
 
 
-def _behind(last: Instr) -> dict[Instr, None]:
-    """``last`` and all that it is made of, in an order in which they can be computed."""
-    found: dict[Instr, None] = {}
-    for arg in last.args:
-        found.update(_behind(arg))
-    found[last] = None
-    return found
+def _behind(part: Part, last: Instr) -> dict[Instr, None]:
+    """``last`` and all that it is made of, in the part's order."""
+    needed = {last}
+    for instr in reversed(part.instrs):
+        if instr in needed:
+            needed.update(instr.args)
+    return dict.fromkeys(instr for instr in part.instrs if instr in needed)
 
 
-def _divided(unit: Unit, length: int, scratch: int) -> tuple[Unit, Unit]:
+def _divided(unit: Unit, part: Part, length: int, scratch: int) -> tuple[Unit, Unit]:
     """Sums of rows, and the sum of these with what the unit makes of it."""
-    part = unit.part
-    assert part is not None
     total = next(instr for instr in part.instrs if instr.kind == "reduce")
     rows, dtype = part.numel // length, total.dtype
     value = scratch_value(scratch, rows * dtype.itemsize, unit.node)
@@ -111,7 +108,7 @@ def _divided(unit: Unit, length: int, scratch: int) -> tuple[Unit, Unit]:
     def access(level: int) -> MemAccess:
         return MemAccess(value, _whole(rows), dtype, 0, level, 0, rows * dtype.itemsize)
 
-    made = _copied(_behind(total), {})
+    made = _copied(_behind(part, total), {})
     store = Instr("store", dtype, KEPT, (made[total],), access=access(KEPT))
     first = Part(part.node, part.numel, ((1, length),), [*made.values(), store])
     load = Instr("load", dtype, FULL, access=access(FULL))
