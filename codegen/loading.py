@@ -15,6 +15,7 @@ from codegen import binaries, compile_pool, cuda_driver
 from codegen.binaries import Binary
 from codegen.compile_pool import Made, PoolError
 from codegen.cuda_driver import DriverError, Function
+from codegen.frames import frame_bytes
 from codegen.kernel import Kernel
 from codegen.kernel_files import KernelCacheError, KernelCompileError, source_path
 from codegen.triton_build import gpu_target
@@ -25,6 +26,9 @@ QUIET_SECONDS = 2.0
 MAX_WARPS = 32
 OTHER_WARPS = (2.0, 0.5, 4.0)
 """How many times as many warps a kernel gets, one after the other, that the compiler gives up on."""
+
+SPILLED, TIMES = 256, 2
+"""Bytes of a thread in memory from which on a kernel gets twice as many warps, and how often."""
 
 _loaded: dict[tuple[Kernel, int], Function] = {}
 _lock = threading.Lock()
@@ -85,7 +89,23 @@ def compile_all(kernels: Sequence[Kernel], folder: Path, arch: int) -> dict[Kern
         failed = {kernel: with_warps(kernel, int(kernel.num_warps * factor)) for kernel, one in made.items() if gives_up(one)}
         again = compile_once([other for other in failed.values() if other is not None], folder, arch)
         made |= {kernel: again[other] for kernel, other in failed.items() if other and isinstance(again[other], Binary)}
+    for _ in range(TIMES):
+        made |= fewer_spills(made, folder, arch)
     return made
+
+
+def fewer_spills(made: dict[Kernel, Made], folder: Path, arch: int) -> dict[Kernel, Made]:
+    """Those that spill, for twice as many warps, whose threads hold half as much each; none that spill over half of it then."""
+    spilled = {kernel: with_warps(kernel, 2 * one.num_warps)
+               for kernel, one in made.items() if isinstance(one, Binary) and frame(one) >= SPILLED}
+    again = compile_once([other for other in spilled.values() if other is not None], folder, arch)
+    return {kernel: again[other] for kernel, other in spilled.items()
+            if other and isinstance(again[other], Binary) and 2 * frame(again[other]) <= frame(made[kernel])}
+
+
+def frame(made: Made) -> int:
+    """Bytes of memory that each thread spills to."""
+    return frame_bytes(made.code) if isinstance(made, Binary) else 0
 
 
 def gives_up(made: Made) -> bool:

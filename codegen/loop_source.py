@@ -12,6 +12,7 @@ from codegen.promotion import TRITON_TYPES
 from codegen.source_args import ArgumentList
 from codegen.tile import Tile
 from codegen.triton_instructions import COMBINE, identity
+from codegen.unloaded import along, loads_nothing
 from codegen.word_source import WordWriter
 
 
@@ -60,11 +61,11 @@ class LoopWriter(WordWriter):
             self._line(f"{self._name(step)}_acc = tl.full({shape}, {identity(how, step.dtype)}, {TRITON_TYPES[step.dtype]})")
 
     def _carry(self, sinks: list[Step]) -> None:
-        """What the pass's scans start from: one number a row."""
+        """What the pass's scans start from: one number a row, or the same for each lane where nothing is loaded."""
         wanted = self._slice(sinks)
         for step in self.body.steps:
             if step.stage == "scan" and id(step) in wanted:
-                shape = "[B0, 1]" if self.tile.reduced_axis == 1 else "[1, B1]"
+                shape = "[B0, B1]" if loads_nothing(self.body.steps) else "[B0, 1]" if self.tile.reduced_axis == 1 else "[1, B1]"
                 start = f"{identity(step.text, step.dtype)}, {TRITON_TYPES[step.dtype]}"
                 self._line(f"{self._name(step)}_carry = tl.full({shape}, {start})")
 
@@ -108,7 +109,6 @@ class LoopWriter(WordWriter):
         """The result from the lanes' accumulators; ``sums`` are the pass's, by their maximum."""
         name = self._name(step)
         self._emitted.add(id(step))
-        how = "add" if step.text == ONLINE else step.text
         lanes = self.tile.near or self._own_maxima()
         if lanes and step in sums:
             for line in end_lines(name, sums[step], self.tile.walk is not None, axis):
@@ -116,7 +116,7 @@ class LoopWriter(WordWriter):
         elif step in sums:
             self._line(f"{name} = {name}_acc")
         elif not (lanes and step.text == ONLINE):
-            self._line(f"{name} = tl.reduce({name}_acc, {axis}, _{how}, keep_dims=True)")
+            self._line(f"{name} = tl.reduce({name}_acc, {along(step, self.tile)})")
 
     def _slice(self, sinks: list[Step]) -> set[int]:
         """Steps over the full space that the sinks need within this pass."""

@@ -14,6 +14,7 @@ from codegen.instructions import FULL, IN_BITS
 from codegen.source_args import ArgumentList
 from codegen.tile import Tile
 from codegen.triton_instructions import COMBINE
+from codegen.unloaded import along
 from ir_nodes import settings
 
 
@@ -127,7 +128,7 @@ class StripWriter(AheadWriter):
             self._line(f"{name}_strips = {total}")
             total = f"{name}_strips"
         self._inside = False
-        self._line(f"{name} = tl.reduce({total}, {self.tile.reduced_axis}, _{step.text}, keep_dims=True)")
+        self._line(f"{name} = tl.reduce({total}, {along(step, self.tile)})")
 
     def _strip_start(self, strip: int) -> str:
         """The strip's first element."""

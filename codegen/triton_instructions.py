@@ -13,6 +13,7 @@ from codegen.promotion import HALF, TRITON_TYPES
 from codegen.random_source import random_lines
 from codegen.source_args import ArgumentList
 from codegen.tile import Tile
+from codegen.unloaded import along, loads_nothing
 
 
 def identity(how: str, dtype: torch.dtype) -> str:
@@ -118,8 +119,7 @@ class InstructionWriter(BitWriter):
         elif step.stage == "check":
             self._check(step)
         elif step.stage == "reduce":
-            masked = self._masked(step)
-            self._line(f"{self._name(step)} = tl.reduce({masked}, {self.tile.reduced_axis}, _{step.text}, keep_dims=True)")
+            self._line(f"{self._name(step)} = tl.reduce({self._masked(step)}, {along(step, self.tile)})")
         elif step.stage == "scan":
             self._scan(step)
         elif step.args:
@@ -216,7 +216,8 @@ class InstructionWriter(BitWriter):
             self._line(f"{name} = {COMBINE[step.text].format(f'{name}_carry', name)}")
             end = "0" if step.payload else f"B{axis} - 1"
             last = f"tl.where({self._arange(axis)} == {end}, {name}, 0)"
-            self._line(f"{name}_carry = tl.reduce({last}, {axis}, _add, keep_dims=True)")
+            row = f"tl.reduce({last}, {axis}, _add, keep_dims=True)"
+            self._line(f"{name}_carry = {f'tl.broadcast_to({row}, [B0, B1])' if loads_nothing(self.body.steps) else row}")
 
     def _multiply(self, step: Step) -> None:
         product = step.payload
