@@ -70,7 +70,7 @@ def element(lowering: Lowering, row: Row, args: Mapping[str, Any], out: torch.dt
 
 
 def _by_number(node: Node, args: Mapping[str, Any]) -> bool:
-    """Does ATen's CUDA kernel multiply by the reciprocal of a number of the host? So do we then, to the same bits: a division takes
+    """Does ATen's CUDA kernel multiply by the reciprocal of a number of the host? So do we then, to the same bits: a division is
     ten instructions for each element, and a branch. ATen's kernels for lists of tensors divide."""
     number = isinstance(args.get("other"), (ScalarInput, int, float))
     return number and args.get("rounding_mode") is None and not node.name.startswith("_foreach_")
