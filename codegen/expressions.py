@@ -16,6 +16,7 @@ import torch
 
 from codegen import gelu
 from codegen.promotion import TRITON_TYPES
+from ir_nodes import settings
 
 
 class Unsupported(Exception):
@@ -62,15 +63,18 @@ class Row:
 FUNCTIONS: dict[str, tuple[str, str, str]] = {  # name: (float32, float64, float32 whose result is rounded to 16 bits)
     "exp": ("libdevice.exp", "libdevice.exp", "tl.exp"),
     "log": ("libdevice.log", "libdevice.log", "tl.log"),
-    "div": ("tl.math.div_rn", "tl.fdiv", "tl.fdiv"),
+    "div": ("_ratio", "tl.fdiv", "tl.fdiv"),
     "pow": ("libdevice.pow", "libdevice.pow", "_pow_16"),
-    "sqrt": ("tl.sqrt_rn", "tl.sqrt", "tl.sqrt"),
+    "sqrt": ("_root", "tl.sqrt", "tl.sqrt"),
     "tanh": ("_tanh", "libdevice.tanh", "_tanh_16"),
     "grow": ("libdevice.exp", "libdevice.exp", "libdevice.fast_expf"),
-    "share": ("tl.math.div_rn", "tl.fdiv", "libdevice.fast_dividef"),
+    "share": ("_ratio", "tl.fdiv", "libdevice.fast_dividef"),
 }
 """``grow`` is exp where something of at least 1 is added to it, or where nobody sees whether a denormal result is zero, ``share``
 a quotient whose divisor is at least 1: there, two instructions do what takes five and eight where results may be denormal."""
+
+BRANCHING = {"_ratio": "tl.math.div_rn", "_root": "tl.sqrt_rn"}
+"""What the machine has for them, each with a branch."""
 
 _LOGIC = (("and", "&"), ("or", "|"), ("xor", "^"))
 LIBDEVICE = frozenset(
@@ -84,6 +88,8 @@ def function(name: str, dtype: torch.dtype, rounded: bool) -> str:
     if name in LIBDEVICE:
         return f"libdevice.{name}"
     exact, double, fast = FUNCTIONS[name]
+    if not settings.enabled("branchless"):
+        exact = BRANCHING.get(exact, exact)
     return double if dtype is torch.float64 else fast if rounded else exact
 
 

@@ -167,6 +167,41 @@ def _share(a, b, c):
 branch that a division takes wherever ``a`` is zero, as it is behind a mask. (The correction is that of Markstein, 1990, who
 excepts divisors whose bits are all ones. Quotients below 2**-100 may be the next number.)"""
 
+RATIO = '''
+@triton.jit
+def _ratio(a, b):
+    size = tl.abs(b)
+    small, large = size < 7.888609052210118e-31, size > 1.2676506002282294e30
+    scale = tl.where(small, 1.8446744073709552e19, tl.where(large, 5.421010862427522e-20, 1.0))
+    a = a * scale
+    b = b * scale
+    c = libdevice.fast_dividef(1.0, b)
+    near = a * c
+    c = tl.fma(c, tl.fma(-b, c, 1.0), c)
+    q = a * c
+    q = tl.fma(tl.fma(-b, q, a), c, q)
+    return tl.where((q == q) & (near != 0.0), q, near)
+
+
+'''
+"""``a / b`` as a division rounds it, without the branch for extreme numbers and zeros, which a thread's other elements wait for:
+the same steps (Markstein, 1990), for a divisor that is scaled where it is below 2**-100 or above 2**100. What they do not hold
+for, zeros and infinities, are plain products. Where ``a`` or the quotient is below 2**-99, it may be the next number."""
+
+ROOT = '''
+@triton.jit
+def _root(x):
+    small = x < 1.2621774483536189e-29
+    y = x * tl.where(small, 1.8446744073709552e19, 1.0)
+    c = tl.rsqrt(y)
+    near = y * c
+    near = tl.fma(tl.fma(-near, near, y), 0.5 * c, near)
+    return tl.where((x == 0.0) | (x == float("inf")), x, near * tl.where(small, 2.3283064365386963e-10, 1.0))
+
+
+'''
+"""A square root as the machine's exact one rounds it, likewise without a branch."""
+
 QUOTIENT = '''
 @triton.jit
 def _quotient(index, factor, shift):
@@ -179,7 +214,8 @@ def _quotient(index, factor, shift):
 HELPERS = {"_quotient(": QUOTIENT, "_pow(": POW, "pow_16(": POW_16, "_number_pow_16(": NUMBER_POW_16, "_tanh(": TANH,
            "_tanh_16(": TANH_16,
            "_normal(": NORMAL, "_logistic(": LOGISTIC, "_bf16(": BF16, ", _mul": MUL, "_logaddexp": LOGADDEXP,
-           "_as_loaded(": AS_LOADED, "_wide(": WIDE, "_share(": SHARE, "_of_eight(": OF_EIGHT, "_to_eight(": TO_EIGHT}
+           "_as_loaded(": AS_LOADED, "_wide(": WIDE, "_ratio(": RATIO, "_root(": ROOT,
+           "_share(": SHARE, "_of_eight(": OF_EIGHT, "_to_eight(": TO_EIGHT}
 
 
 def used(text: str) -> str:

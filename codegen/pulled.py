@@ -20,7 +20,7 @@ MAX_DEPTH, MAX_EXPRESSIONS, MAX_LOADS = 5, 10, 3
 MAX_INSTRUCTIONS = 80
 MOST_PIECES = 16
 """Of how many times as many elements a reader of costly values may walk, such as a concatenation of so many."""
-_COSTLY = ("libdevice.", "pow", "_tanh", "_normal", "_logistic", "tl.exp", "tl.log", "div", "sqrt", "philox")
+_COSTLY = ("libdevice.", "pow", "_tanh", "_normal", "_logistic", "tl.exp", "tl.log", "div", "_ratio", "sqrt", "_root", "philox")
 
 Mapped = tuple[Form, int, int]
 """A form over the space being lowered, its byte offset, and how many elements each address has to be moved back by."""

@@ -22,6 +22,9 @@ MANY_STEPS, SOME_STEPS = 32, 6
 finds an order. On an H200 a difference that is stored and summed takes 8 % longer with half as many elements."""
 
 
+_LONG = ("_ratio", "div_rn", "libdevice")
+
+
 def narrow(body: Body) -> bool:
     """True where operands over the whole space have 16-bit elements or shorter ones."""
     return any(step.access.dtype.itemsize <= 2 for step in body.steps if step.access is not None and step.level == FULL)
@@ -55,7 +58,7 @@ def sums_only(body: Body) -> bool:
 
 def slow(body: Body) -> bool:
     """Are quotients or functions of each element rounded as float32 ones, which takes tens of instructions?"""
-    exact = any(step.level == FULL and ("div_rn" in step.text or "libdevice" in step.text) for step in body.steps)
+    exact = any(step.level == FULL and any(name in step.text for name in _LONG) for step in body.steps)
     return exact and not narrow(body)
 
 

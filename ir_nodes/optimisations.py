@@ -38,6 +38,7 @@ OPTIMISATIONS: dict[str, str] = {
     "stores_apart": "a long row's element that differs, as the target's gradient, is stored behind the others, which ask nothing",
     "scaled_exponentials": "exponentials of a long row's 16-bit elements take a multiply-add each, instead of three instructions",
     "raised_exponentials": "a softmax in 16 bits computes exponentials 2^32 times as large: none is too small for the machine",
+    "branchless": "quotients and square roots in float32 take no branch for each element",
     "row_totals": "sums of everything that was made of reduced rows are taken row by row, in the kernel that makes it",
     "split": "long reductions with few results are split over programs",
     "tiling": "two-dimensional tiles where operands disagree on the fast axis",
