@@ -83,6 +83,14 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
 
 
+def rotary_of_pairs_backward(g: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Of an embedding that turns neighbours, as autograd writes it."""
+    first, second, size = g[..., ::2], g[..., 1::2], list(g.shape)
+    turned = (first * cos + second * sin, second * cos - first * sin)
+    first, second = (aten.slice_backward(half, size, -1, start, size[-1], 2) for start, half in enumerate(turned))
+    return first + second
+
+
 def cast_chain(x: Tensor) -> Tensor:
     return ((x.float() * 0.5).to(torch.bfloat16).float() + 1.0).to(x.dtype)
 
@@ -149,6 +157,10 @@ def _rotary(size: Sizes, new: Callable[..., Tensor], _: Any) -> Sequence[Any]:
     return [new(size[0] // 64, 16, 64, size[1]), new(1, 1, 64, size[1]), new(1, 1, 64, size[1])]
 
 
+def _pairs(size: Sizes, new: Callable[..., Tensor], _: Any) -> Sequence[Any]:
+    return [new(size[0] // 64, 16, 64, size[1]), new(1, 1, 64, size[1] // 2), new(1, 1, 64, size[1] // 2)]
+
+
 def _convolution(layout: torch.memory_format, tensors: int = 1) -> Callable[..., Sequence[Any]]:
     """Input, further tensors of its size, a weight that keeps the size, a bias."""
     return lambda size, new, _: [*(new(*size).to(memory_format=layout) for _ in range(tensors)),
@@ -171,6 +183,8 @@ CASES = [
     Case("add+norm", add_norm, _rows(vectors=2, tensors=2), 4, MATRIX),
     Case("swiglu", lambda x, y: F.silu(x) * y, _rows(tensors=2), 3, MATRIX),
     Case("rotary", rotary, _rotary, 2, {"large": (65536, 128), "odd": (16384, 74), "small": (64, 128)}),
+    Case("rotary of pairs backward", rotary_of_pairs_backward, _pairs, 2,
+         {"large": (65536, 128), "odd": (16384, 74), "small": (64, 128)}),
     Case("cross entropy", cross_entropy, _targets, 1, WIDE),
     Case("full sum", lambda x: x.sum(), _rows(), 1, MATRIX),
     Case("row+column sums", lambda x: (x.sum(0), x.sum(1)), _rows(), 1, MATRIX),

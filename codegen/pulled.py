@@ -107,6 +107,8 @@ class Puller:
         mapped = mapper(access.form, access.byte_offset, access.dtype.itemsize)
         if mapped is None:
             raise Unsupported("its operands' dimensions do not nest")
+        if depth and not self.known.still_there(access):
+            raise Unsupported("what it was computed from has been overwritten")
         form, byte_offset, shift = mapped
         if held is not None:
             return _as_it_lies(*held, (form, byte_offset, access.dtype))
@@ -143,8 +145,7 @@ class Puller:
         once = alone and part.numel * MOST_PIECES >= self.lowering.part.numel
         plain = not any(costly in text for text in texts for costly in _COSTLY)
         stores = [instr for instr in part.instrs if instr.kind == "store"]
-        known = all(load.access is not None and self.known.still_there(load.access) for load in loads)
-        return fits and known and (plain or once) and len(stores) == 1 and not access.shift
+        return fits and (plain or once) and len(stores) == 1 and not access.shift
 
 
 def copied(part: Part, leaf: Callable[[Instr], Instr | None], add: Callable[[Instr], Instr]) -> Instr:

@@ -158,6 +158,27 @@ def test_a_rotary_embedding_of_neighbours_and_its_gradient_are_one_kernel_each()
     check(program, data(2, 5, 12), data(5, 6, seed=1), data(5, 6, seed=2), data(2, 5, 12, seed=3), count=2)
 
 
+def test_what_gradients_in_place_were_made_of_is_made_again() -> None:
+    """Autograd adds gradients up in place: the first summand is no longer there for those who read the sum by index."""
+    def program(grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        even, odd, size = grad[..., ::2], grad[..., 1::2], list(grad.shape)
+        turned = (even * cos).add_(odd * sin), (odd * cos).sub_(even * sin)
+        first, second = (torch.ops.aten.slice_backward(half, size, -1, start, 12, 2) for start, half in enumerate(turned))
+        return first + second
+
+    check(program, data(2, 5, 12), data(5, 6, seed=1), data(5, 6, seed=2), count=1)
+    check(lambda x: F.pad(x.exp().mul_(2).add_(x), (1, 2)) + 1, data(4, 6), count=1)
+
+
+def test_what_has_been_overwritten_since_is_not_read() -> None:
+    def program(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        doubled = x * 2
+        x.copy_(y)
+        return F.pad(doubled, (1, 2)) + 1
+
+    check(program, data(4, 6), data(4, 6, seed=1))
+
+
 def test_a_slice_written_over_zeros_is_one_kernel_that_stores_once() -> None:
     def program(x: torch.Tensor) -> torch.Tensor:
         out = torch.zeros(4, 9, 5)
