@@ -20,6 +20,7 @@ from graphs import kernels, record
 from codegen import binaries, compile_pool, loading, triton_build
 from codegen.binaries import Binary
 from codegen.compile_pool import Pool
+from codegen.frames import frame_bytes
 from codegen.fuse import plan
 from codegen.kernel import Kernel
 from codegen.kernel_files import KernelCompileError, source_path
@@ -116,6 +117,19 @@ def test_a_kernel_that_a_pass_fails_on_is_tried_with_other_warps(tmp_path: Path,
         assert loading.binaries_of([weak], tmp_path, ARCH) == made and asked == [4, 8, 2]
         assert "for 4 warps" in str(loading.binaries_of([broken], tmp_path, ARCH)[broken])
     assert asked == [4, 8, 2, 4, 8, 2, 16]
+
+
+def test_a_kernel_that_spills_is_compiled_for_more_warps(tmp_path: Path) -> None:
+    """One warp cannot hold a row of 8,192 in registers, two can; which is remembered."""
+    recording, _ = record(lambda x: x.softmax(-1), torch.randn(4, 8192))
+    (step,) = kernels(plan(recording.graph))
+    spilling = dataclasses.replace(step.kernel, num_warps=1)
+    alone = loading.compile_here(spilling, tmp_path, ARCH)
+    assert isinstance(alone, Binary) and frame_bytes(alone.code) >= loading.SPILLED
+    made = loading.binaries_of([spilling], tmp_path, ARCH)[spilling]
+    assert isinstance(made, Binary) and made.num_warps == 2 and not frame_bytes(made.code)
+    assert loading.binaries_of([spilling], tmp_path, ARCH)[spilling] == made
+    assert frame_bytes(b"no machine code") == 0
 
 
 @pytest.mark.parametrize("start", ["raise SystemExit(1)", ""], ids=["it fails", "it ends"])
