@@ -134,11 +134,12 @@ def along_kept(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
 
 def _better_rows(body: Body, tuning: Tuning) -> bool:
     """Would programs, which are enough, hold all summands of some results, and is more done with these than to sum them, or would
-    that be split otherwise? See `tuning.in_pieces`."""
+    that be split otherwise? See `tuning.in_pieces`. Running sums of a few columns would wait for one another in one program."""
+    if _scans(body):
+        return body.kept < NARROWEST
     width = max((step.access.dtype.itemsize for step in body.steps if step.access is not None and step.level == FULL), default=0)
     divided = tuning.has_few(body.kept) or narrow(body) and body.kept % 8 != 0
-    enough = body.kept >= tuning.programs and not _scans(body)
-    return enough and body.extent * width <= PIECES and (divided or not sums_only(body))
+    return body.kept >= tuning.programs and body.extent * width <= PIECES and (divided or not sums_only(body))
 
 
 def _side_by_side(dims: Sequence[int], moving: list[tuple[int, int]], flags: Sequence[bool]) -> int:

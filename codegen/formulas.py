@@ -25,6 +25,9 @@ _KINDS = frozenset(("expr", "scalar", "size", "coord", "store"))
 _CALL = re.compile(r"[\w.]+(?=\()")
 _CHEAP = frozenset(("to", "tl.where", "tl.abs"))
 """What is called for each element; what is the same everywhere may call anything, as it is computed once per program."""
+_DIVISION = re.compile(r" (?:%|//) ")
+"""Of integers by a number that is known when the kernel runs: some hundred instructions for 64 bits. On an H200, sums of
+511 rows of 32,835 elements times their places' remainders take 196 us so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,8 @@ def _whole(store: Instr, node: Node) -> bool:
 
 def _is_cheap(step: Instr) -> bool:
     called = (name.lstrip(".") for name in _CALL.findall(step.text))
-    return step.kind != "store" and (step.level == UNIFORM or all(name in _CHEAP for name in called))
+    light = all(name in _CHEAP for name in called) and not _DIVISION.search(step.text)
+    return step.kind != "store" and (step.level == UNIFORM or light)
 
 
 def compute(part: Part, formulas: Formulas) -> Part:

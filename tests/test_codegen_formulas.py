@@ -63,6 +63,11 @@ def test_what_takes_long_is_computed_once() -> None:
     assert any("sin" in step.kernel.source and step.grid == (1,) for step in kernels(made)) or len(kernels(made)) == 2
 
 
+def test_remainders_are_computed_once() -> None:
+    check(lambda x: x * (torch.arange(60) % 7), X, count=2)
+    check(lambda x: x * (torch.arange(60) // 7), X, count=2)
+
+
 def test_a_number_that_changes_is_an_argument() -> None:
     """Not a part of the kernel: another one compiles nothing."""
     one, other = (plan(record(lambda x, n=n: x * (torch.ones(()) / n), X)[0].graph) for n in (3.0, 5.0))
