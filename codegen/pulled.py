@@ -112,15 +112,15 @@ class Puller:
         form, byte_offset, shift = mapped
         if held is not None:
             return _as_it_lies(*held, (form, byte_offset, access.dtype))
-        seen = replace(access, form=form, byte_offset=byte_offset, shift=shift, level=FULL)
+        seen = replace(access, form=form, byte_offset=byte_offset, shift=access.shift + shift, level=FULL)
         return self.lowering.add(Instr("load", dtype, FULL, (self.valid,), access=seen, rounded=rounded))
 
     def part(self, part: Part, mapper: Mapper, depth: int, alone: bool) -> Instr:
         """What ``part`` stores."""
 
-        def leaf(instr: Instr) -> Instr | None:
-            if instr.kind == "load" and not instr.args and instr.access is not None:
-                return self.operand(instr.access, instr.dtype, instr.rounded, mapper, depth, alone)
+        def leaf(instr: Instr, args: tuple[Instr, ...]) -> Instr | None:
+            if instr.kind == "load" and len(args) < 2 and instr.access is not None:
+                return self._where(args).operand(instr.access, instr.dtype, instr.rounded, mapper, depth, alone)
             if instr.kind == "coord":
                 return self._place(instr.payload, mapper)  # type: ignore[arg-type]
             if instr.kind not in ("expr", "scalar", "size"):
@@ -128,6 +128,12 @@ class Puller:
             return None
 
         return copied(part, leaf, self.lowering.add)
+
+    def _where(self, conditions: tuple[Instr, ...]) -> Puller:
+        """For operands that are read only where these are true, too: a window within a window."""
+        if not conditions:
+            return self
+        return replace(self, valid=self.lowering.expr("({0} & {1})", self.valid, *conditions, dtype=torch.bool))
 
     def _place(self, form: Form, mapper: Mapper) -> Instr:
         """The number that ``form`` gives each element."""
@@ -141,22 +147,24 @@ class Puller:
         element about once: not the sines of a rotary embedding, which are few and read for each head of each sequence."""
         loads = [instr for instr in part.instrs if instr.kind == "load"]
         texts = [instr.text for instr in part.instrs if instr.kind == "expr" and instr.args]
-        fits = len(loads) <= MAX_LOADS and len(texts) <= MAX_EXPRESSIONS
+        each = sum(instr.kind == "expr" and instr.level == FULL for instr in part.instrs)
+        fits = len(loads) <= MAX_LOADS and each <= MAX_EXPRESSIONS
         once = alone and part.numel * MOST_PIECES >= self.lowering.part.numel
         plain = not any(costly in text for text in texts for costly in _COSTLY)
         stores = [instr for instr in part.instrs if instr.kind == "store"]
         return fits and (plain or once) and len(stores) == 1 and not access.shift
 
 
-def copied(part: Part, leaf: Callable[[Instr], Instr | None], add: Callable[[Instr], Instr]) -> Instr:
-    """What ``part`` stores, made of its instructions, or of what ``leaf`` has in the place of one, written with ``add``."""
+def copied(part: Part, leaf: Callable[[Instr, tuple[Instr, ...]], Instr | None], add: Callable[[Instr], Instr]) -> Instr:
+    """What ``part`` stores, made of its instructions, or of what ``leaf`` has in the place of one with these arguments, written
+    with ``add``."""
     made: dict[int, Instr] = {}
     for instr in part.instrs:
         if instr.kind == "store":
             return made[id(instr.args[0])]
-        found = leaf(instr)
+        args = tuple(made[id(arg)] for arg in instr.args)
+        found = leaf(instr, args)
         if found is None:
-            args = tuple(made[id(arg)] for arg in instr.args)
             found = add(replace(instr, args=args, level=max((arg.level for arg in args), default=instr.level)))
         made[id(instr)] = found
     raise AssertionError("a part without a store")

@@ -104,7 +104,7 @@ class _Taker:
         """What ``maker`` stores there; zero where an index is out of range. Raises Unsupported where dimensions do not nest."""
         return self._within(copied(maker, self._leaf, self._add))
 
-    def _leaf(self, instr: Instr) -> Instr | None:
+    def _leaf(self, instr: Instr, _: tuple[Instr, ...]) -> Instr | None:
         if instr.kind == "load" and instr.access is not None:
             return self._element(instr, instr.access)
         if instr.kind == "coord":

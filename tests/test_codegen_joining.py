@@ -170,6 +170,23 @@ def test_what_gradients_in_place_were_made_of_is_made_again() -> None:
     check(lambda x: F.pad(x.exp().mul_(2).add_(x), (1, 2)) + 1, data(4, 6), count=1)
 
 
+def test_windows_within_windows_are_one_kernel() -> None:
+    """As gradients of slices along two dimensions: a Swin transformer's merged patches, corners, pads of pads."""
+    def merged(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        leaf = x.detach().requires_grad_()
+        parts = [leaf[:, first::2, second::2] for second in range(2) for first in range(2)]
+        return torch.autograd.grad(torch.cat(parts, -1), leaf, grad)[0]
+
+    def corner(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        leaf = x.detach().requires_grad_()
+        return torch.autograd.grad(leaf[1:4, 2:5, :3] * 2, leaf, grad)[0] + x
+
+    check(merged, data(2, 6, 8, 5), data(2, 3, 4, 20, seed=1), count=1)
+    check(corner, data(6, 7, 5), data(3, 3, 3, seed=1), count=1)
+    check(lambda x: F.pad(F.pad(F.pad(x * 2, (1, 2)), (0, 0, 3, 1), value=4.0) + 1, (2, 0, 0, 5), value=-1), data(4, 6), count=1)
+    check(lambda x: F.pad(F.pad(x, (-1, 3)) * 2, (2, -2)), data(4, 6), count=1)
+
+
 def test_what_has_been_overwritten_since_is_not_read() -> None:
     def program(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         doubled = x * 2
