@@ -14,7 +14,7 @@ from barriers.min_cut import NEVER, min_cut
 from barriers.passes.cheap import ROWS, is_cheap, reduces_rows, sees_all
 from barriers.passes.dead import drop, eliminate_dead, reachable
 from ir_nodes import BufferKind, Graph, Node, Value
-from ir_nodes.kernels import Kernels, Partition, homes, traffic
+from ir_nodes.kernels import Kernels, Partition, homes, is_window, traffic, with_pulled
 from ir_nodes.ops import info
 from ir_nodes.remarks import Remarks
 from ir_nodes.rewrite import clone, move_apart, redirect
@@ -34,11 +34,19 @@ def recompute_cheap(graph: Graph, partition: Partition, remarks: Remarks | None 
     writing and reading their results. Numbers stay bit for bit, for the same ops run on the same values.
 
     A result that no longer leaves its kernel is not written at all. Copies that would not join the kernel that they are for are
-    taken back. No value is kept longer than before unless a larger one goes, or one of nearly its size. Returns ``graph``.
+    taken back. No value is kept longer than before unless a larger one goes, or one of nearly its size. What kernels compute for
+    parts of what they make, as gradients of halves for a concatenation, gets copies after all that. Returns ``graph``.
     """
+    remarks = remarks or Remarks()
+    _copy_cheap(graph, partition, remarks)
+    if any(map(is_window, graph.nodes)):
+        _copy_cheap(graph, lambda graph: with_pulled(graph, partition(graph)), remarks)
+    return graph
+
+
+def _copy_cheap(graph: Graph, partition: Partition, remarks: Remarks) -> None:
     before = partition(graph)
     moved = traffic(graph, before)
-    remarks = remarks or Remarks()
     copied = _Recomputer(graph, before, remarks).run()
     if copied:
         after = partition(graph)
@@ -61,7 +69,6 @@ def recompute_cheap(graph: Graph, partition: Partition, remarks: Remarks | None 
                 else:
                     remarks.did("recompute", node.name, "it is computed again instead of being written and read")
         eliminate_dead(graph)
-    return graph
 
 
 @dataclass(slots=True, eq=False)
@@ -113,7 +120,7 @@ class _Recomputer:
         if not sinks:
             return None
         end = max(self.place[node] for node in nodes)
-        network = self._network(sinks, fixed, Space.of(nodes), end)
+        network = self._network(sinks, fixed, Space.of(nodes, self.kernels[number].pulled), end)
         cut = min_cut(network.capacity, network.after, network.sources, sinks)
         if cut is None or sum(network.capacity[one] for one in sinks) - sum(network.capacity[one] for one in cut) < LEAST:
             return None
@@ -246,25 +253,28 @@ class _Recomputer:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """How many elements a kernel runs over, how many results its reductions have, and whether it has any."""
+    """How many elements a kernel runs over, how many results its reductions have, how many what it computes for parts of others,
+    and whether it reduces."""
 
     numel: int
     kept: frozenset[int]
+    within: frozenset[int]
     reduces: bool
 
     @staticmethod
-    def of(nodes: Sequence[Node]) -> Space:
+    def of(nodes: Sequence[Node], pulled: Sequence[Node]) -> Space:
         rows = [node for node in nodes if info(node.target).kind in (*ROWS, "loss")]
         # Sums of columns, for the gradients of weights, are as large as these, but what is made of weights shares no walk.
         along = [node for node in rows if info(node.target).kind == "loss" or reduces_rows(node)] or rows
         # A table that rows are picked from or added to is not walked.
         walked = [node for node in nodes if info(node.target).kind not in ("gather", "scatter")] or nodes
         sizes = [part.layout.numel for node in walked for part in (*node.reads, *node.writes)]
-        return Space(max(sizes), frozenset(write.layout.numel for node in along for write in node.writes), bool(rows))
+        kept, within = (frozenset(write.layout.numel for node in some for write in node.writes) for some in (along, pulled))
+        return Space(max(sizes), kept, within, bool(rows))
 
     def holds(self, node: Node) -> bool:
         """May a copy of ``node`` share the kernel?"""
         largest = max(part.layout.numel for part in (*node.reads, *node.writes))
         if info(node.target).kind in ROWS:
             return self.reduces and largest == self.numel
-        return node.writes[0].layout.numel in (self.numel, *self.kept)
+        return node.writes[0].layout.numel in (self.numel, *self.kept, *self.within)
