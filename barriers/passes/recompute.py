@@ -38,37 +38,44 @@ def recompute_cheap(graph: Graph, partition: Partition, remarks: Remarks | None 
     parts of what they make, as gradients of halves for a concatenation, gets copies after all that. Returns ``graph``.
     """
     remarks = remarks or Remarks()
-    _copy_cheap(graph, partition, remarks)
+    kernels = _copy_cheap(graph, partition, partition(graph), remarks)
     if any(map(is_window, graph.nodes)):
-        _copy_cheap(graph, lambda graph: with_pulled(graph, partition(graph)), remarks)
+        pulled = with_pulled(graph, kernels or partition(graph))
+        if any(kernel.pulled for kernel in pulled):
+            _copy_cheap(graph, lambda graph: with_pulled(graph, partition(graph)), pulled, remarks)
     return graph
 
 
-def _copy_cheap(graph: Graph, partition: Partition, remarks: Remarks) -> None:
-    before = partition(graph)
+def _copy_cheap(graph: Graph, partition: Partition, before: Kernels, remarks: Remarks) -> Kernels | None:
+    """``before``: what ``partition`` gives for the graph. Gives what it would now, where that is known."""
     moved = traffic(graph, before)
     copied = _Recomputer(graph, before, remarks).run()
-    if copied:
-        after = partition(graph)
-        home = homes(after)
-        told = {one: JOINS_NOTHING for one in copied
-                if len({home[node] for node in (*one.nodes, *one.users) if node in home}) > 1}
-        grows = traffic(graph, after) >= moved
-        for one in told:
+    if not copied:
+        return before
+    after = partition(graph)
+    home = homes(after)
+    told = {one: JOINS_NOTHING for one in copied
+            if len({home[node] for node in (*one.nodes, *one.users) if node in home}) > 1}
+    grows = traffic(graph, after) >= moved
+    for one in told:
+        one.take_back()
+    if grows and told:  # perhaps for the sake of these; what the others stand for may be needed again, and stays
+        drop(graph, [node for one in told for node in one.nodes])
+        grows = traffic(graph, partition(graph), reachable(graph)) >= moved
+    for one in copied:
+        if grows and one not in told:
             one.take_back()
-        if grows and told:  # perhaps for the sake of these; what the others stand for may be needed again, and stays
-            drop(graph, [node for one in told for node in one.nodes])
-            grows = traffic(graph, partition(graph), reachable(graph)) >= moved
-        for one in copied:
-            if grows and one not in told:
-                one.take_back()
-                told[one] = MOVES_MORE
-            for node in one.nodes:
-                if one in told:
-                    remarks.refused("recompute", node.name, told[one])
-                else:
-                    remarks.did("recompute", node.name, "it is computed again instead of being written and read")
-        eliminate_dead(graph)
+            told[one] = MOVES_MORE
+        for node in one.nodes:
+            if one in told:
+                remarks.refused("recompute", node.name, told[one])
+            else:
+                remarks.did("recompute", node.name, "it is computed again instead of being written and read")
+    eliminate_dead(graph)
+    if told:
+        return None
+    alive = set(graph.nodes)
+    return [kernel._replace(nodes=tuple(node for node in kernel.nodes if node in alive)) for kernel in after]
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +111,8 @@ class _Recomputer:
         self.inserted: dict[int, list[Node]] = {}
 
     def run(self) -> list[Copied]:
-        order = sorted((number for number, kernel in enumerate(self.kernels) if kernel.fused),
+        pulls = any(kernel.pulled for kernel in self.kernels)  # then the others have what they need
+        order = sorted((number for number, kernel in enumerate(self.kernels) if kernel.fused and (kernel.pulled or not pulls)),
                        key=lambda number: self.place[self.kernels[number].nodes[0]])
         made = [one for one in map(self._kernel, order) if one is not None]
         nodes: list[Node] = []
