@@ -125,7 +125,7 @@ def _every_so_many(node: Node, source: Operand, args: dict[str, Any], known: Kno
     valid = lowering.expr("({0} == {1})", turn, lowering.size(start, torch.int32), dtype=torch.bool)
     plain = Lowering(node, size).access(source.value, source.layout)
     rounded = source.layout.dtype if source.layout.dtype in HALF else None
-    value = Puller(lowering, known, valid).operand(plain, zero.dtype, rounded, spread_mapper(inner, step, source.layout.numel))
+    value = Puller(lowering, known, None).operand(plain, zero.dtype, rounded, spread_mapper(inner, step, source.layout.numel))
     lowering.write(0, choose(lowering, valid, lowering.cast(value, out.dtype), lowering.cast(zero, out.dtype)))
     return lowering.part
 

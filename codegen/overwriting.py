@@ -37,7 +37,8 @@ def over_whole(part: Part, known: Known) -> Part:
         other = lowering.load(whole)
         valid = within(lowering, window.start, window.extent, window.whole, lowering.coord(1))
         held = {whole.value: (lowering.access(whole.value, whole.layout), other)}
-        value = Puller(lowering, known, valid, held).part(part, window_mapper(window, part.numel), 0, True)
+        guard = valid if window.extent > 1 else None  # one of so many elements is what all of these read
+        value = Puller(lowering, known, guard, held).part(part, window_mapper(window, part.numel), 0, True)
         lowering.store(node.writes[0].value, whole.layout, choose(lowering, valid, value, other))
         check_part(lowering.part)
     except Unsupported:

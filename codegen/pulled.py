@@ -81,12 +81,13 @@ def spread_mapper(inner: int, step: int, numel: int) -> Mapper:
 
 @dataclass(slots=True)
 class Puller:
-    """Writes into ``lowering`` what operands hold where ``valid`` (a bool instruction) is true. ``held``: values that it
-    has whole and reads only as they lie."""
+    """Writes into ``lowering`` what operands hold where ``valid`` (a bool instruction) is true; None: it reads nothing elsewhere
+    that it does not read there, so that who reads it for the rest of the elements shares the load. ``held``: values that it has
+    whole and reads only as they lie."""
 
     lowering: Lowering
     known: Known
-    valid: Instr
+    valid: Instr | None
     held: Mapping[Value, tuple[MemAccess, Instr]] = field(default_factory=dict)
 
     def operand(self, access: MemAccess, dtype: torch.dtype, rounded: torch.dtype | None, mapper: Mapper,
@@ -113,7 +114,8 @@ class Puller:
         if held is not None:
             return _as_it_lies(*held, (form, byte_offset, access.dtype))
         seen = replace(access, form=form, byte_offset=byte_offset, shift=access.shift + shift, level=FULL)
-        return self.lowering.add(Instr("load", dtype, FULL, (self.valid,), access=seen, rounded=rounded))
+        conditions = () if self.valid is None else (self.valid,)
+        return self.lowering.add(Instr("load", dtype, FULL, conditions, access=seen, rounded=rounded))
 
     def part(self, part: Part, mapper: Mapper, depth: int, alone: bool) -> Instr:
         """What ``part`` stores."""
@@ -133,7 +135,8 @@ class Puller:
         """For operands that are read only where these are true, too: a window within a window."""
         if not conditions:
             return self
-        return replace(self, valid=self.lowering.expr("({0} & {1})", self.valid, *conditions, dtype=torch.bool))
+        both = self.valid and self.lowering.expr("({0} & {1})", self.valid, *conditions, dtype=torch.bool)
+        return replace(self, valid=both or conditions[0])
 
     def _place(self, form: Form, mapper: Mapper) -> Instr:
         """The number that ``form`` gives each element."""
