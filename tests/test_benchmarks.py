@@ -81,8 +81,8 @@ def test_kernels_have_both_dtypes(tmp_path: Path, capsys: pytest.CaptureFixture[
     words = ["--dtypes", "bf16", "fp32", "--only", "AdamW fused|clip|rotary|conv+bias+add", "--tiny"]
     kernels.main([*words, "--contestants", "eager", "lazysched", "--output", str(tmp_path)])
     mine = saved(tmp_path, "kernels")["cases"]["lazysched"]
-    assert len(mine) == 8 and not any("failed" in one for one in mine.values())
-    known = ("AdamW fused", "clip by global norm", "rotary", "conv+bias+add+relu")
+    assert len(mine) == 10 and not any("failed" in one for one in mine.values())
+    known = ("AdamW fused", "clip by global norm", "rotary", "rotary of pairs backward", "conv+bias+add+relu")
     assert all(mine[f"{name}/small/fp32"]["error"] < (1e-3 if "conv" in name else 1e-5) for name in known)  # TF32 on a GPU
     assert "x best other" in capsys.readouterr().out
 
