@@ -83,12 +83,13 @@ LIBDEVICE = frozenset(
 )
 
 
-def function(name: str, dtype: torch.dtype, rounded: bool) -> str:
-    """Triton's name for ``@name`` in ``dtype``; ``rounded``: the result is rounded to a 16-bit float, so may be fast."""
+def function(name: str, dtype: torch.dtype, rounded: bool, branches: bool = False) -> str:
+    """Triton's name for ``@name`` in ``dtype``; ``rounded``: the result is rounded to a 16-bit float, so may be fast;
+    ``branches``: as the machine has it, in fewer instructions with a branch."""
     if name in LIBDEVICE:
         return f"libdevice.{name}"
     exact, double, fast = FUNCTIONS[name]
-    if not settings.enabled("branchless"):
+    if branches or not settings.enabled("branchless"):
         exact = BRANCHING.get(exact, exact)
     return double if dtype is torch.float64 else fast if rounded else exact
 

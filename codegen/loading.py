@@ -7,7 +7,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Sequence
+from typing import Mapping, Sequence
 
 import torch
 
@@ -86,26 +86,28 @@ def compile_all(kernels: Sequence[Kernel], folder: Path, arch: int) -> dict[Kern
     warps: where its faults show depends on how elements lie in threads."""
     made = compile_once(kernels, folder, arch)
     for factor in OTHER_WARPS:
-        failed = {kernel: with_warps(kernel, int(kernel.num_warps * factor)) for kernel, one in made.items() if gives_up(one)}
-        again = compile_once([other for other in failed.values() if other is not None], folder, arch)
-        made |= {kernel: again[other] for kernel, other in failed.items() if other and isinstance(again[other], Binary)}
+        failed = {kernel: int(kernel.num_warps * factor) for kernel, one in made.items() if gives_up(one)}
+        made |= compile_for(failed, folder, arch)
     for _ in range(TIMES):
         made |= fewer_spills(made, folder, arch)
     return made
 
 
-def fewer_spills(made: dict[Kernel, Made], folder: Path, arch: int) -> dict[Kernel, Made]:
+def fewer_spills(made: Mapping[Kernel, Made], folder: Path, arch: int) -> dict[Kernel, Binary]:
     """Those that spill, for twice as many warps, whose threads hold half as much each; none that spill over half of it then."""
-    spilled = {kernel: with_warps(kernel, 2 * one.num_warps)
-               for kernel, one in made.items() if isinstance(one, Binary) and frame(one) >= SPILLED}
-    again = compile_once([other for other in spilled.values() if other is not None], folder, arch)
-    return {kernel: again[other] for kernel, other in spilled.items()
-            if other and isinstance(again[other], Binary) and 2 * frame(again[other]) <= frame(made[kernel])}
+    binaries_made = {kernel: one for kernel, one in made.items() if isinstance(one, Binary)}
+    frames = {kernel: frame_bytes(one.code) for kernel, one in binaries_made.items()}
+    more = {kernel: 2 * one.num_warps for kernel, one in binaries_made.items() if frames[kernel] >= SPILLED}
+    again = compile_for(more, folder, arch)
+    return {kernel: one for kernel, one in again.items() if 2 * frame_bytes(one.code) <= frames[kernel]}
 
 
-def frame(made: Made) -> int:
-    """Bytes of memory that each thread spills to."""
-    return frame_bytes(made.code) if isinstance(made, Binary) else 0
+def compile_for(warps: Mapping[Kernel, int], folder: Path, arch: int) -> dict[Kernel, Binary]:
+    """Machine code of kernels for so many ``warps`` each, of those that it can be made for."""
+    others = {kernel: with_warps(kernel, count) for kernel, count in warps.items()}
+    made = compile_once([other for other in others.values() if other is not None], folder, arch)
+    found = {kernel: made[other] for kernel, other in others.items() if other is not None}
+    return {kernel: one for kernel, one in found.items() if isinstance(one, Binary)}
 
 
 def gives_up(made: Made) -> bool:

@@ -135,8 +135,10 @@ class Puller:
         """For operands that are read only where these are true, too: a window within a window."""
         if not conditions:
             return self
-        both = self.valid and self.lowering.expr("({0} & {1})", self.valid, *conditions, dtype=torch.bool)
-        return replace(self, valid=both or conditions[0])
+        (valid,) = conditions
+        if self.valid is not None:
+            valid = self.lowering.expr("({0} & {1})", self.valid, valid, dtype=torch.bool)
+        return replace(self, valid=valid)
 
     def _place(self, form: Form, mapper: Mapper) -> Instr:
         """The number that ``form`` gives each element."""

@@ -39,17 +39,17 @@ def homes(kernels: Kernels) -> dict[Node, int]:
 def with_pulled(graph: Graph, kernels: Kernels) -> list[Kernel]:
     """The kernels with the nodes as well that none is there for, as all who read them are in one and compute them there: what
     concatenations, pads and gradients of slices are made of."""
-    home, added = homes(kernels), dict[int, list[Node]]()
+    home, added = homes(kernels), dict[int, dict[Node, None]]()
     for node in reversed(graph.nodes):
         users = [user for write in node.writes for user in write.value.users] if node not in home else []
         places = {home.get(user, -1) for user in users}
         if len(places) != 1 or (place := places.pop()) < 0 or not kernels[place].fused:
             continue
-        pulled = added.setdefault(place, [])
+        pulled = added.setdefault(place, {})
         if any(is_window(user) or user in pulled for user in users):
             home[node] = place
-            pulled.append(node)
-    found = [tuple(reversed(added.get(place, []))) for place in range(len(kernels))]
+            pulled[node] = None
+    found = [tuple(reversed(added.get(place, {}))) for place in range(len(kernels))]
     return [kernel._replace(nodes=(*pulled, *kernel.nodes), pulled=pulled) for kernel, pulled in zip(kernels, found)]
 
 
