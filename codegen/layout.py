@@ -153,7 +153,8 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
     warps = strip_warps(body, block_r, fits) if strips else warps_for(block_x * block_r, fits, 32)
     if looped and not column and not share and warps_resident(body, tuning) > warps:
         warps = warps_resident(body, tuning)
-        step = warps * 32 * tuning.rewalked_bytes // ((2 if narrow(body) else 4) * (4 if extent % KNOWN else 1))
+        again = tuning.rewalked_bytes // ((2 if narrow(body) else 4) * (4 if extent % KNOWN else 1))
+        step = warps * 32 * fitting(body, again, True)
         block_r = min(step if makes_gradient(body) else max(block_r, step), power_of_two(extent))
     axis_x, axis_r, outer = Axis(kept, body.kept, block_x), Axis(gone, extent, block_r), None
     if runs:

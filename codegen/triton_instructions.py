@@ -72,8 +72,9 @@ class InstructionWriter(BitWriter):
         return name if self._inside else f"tl.where(m{self.tile.reduced_axis}, {name}, {identity(step.text, step.dtype)})"
 
     def _for_all_rows(self, step: Step) -> bool:
-        """Is it one number, or an operand that is the same in every row?"""
-        return step.level == UNIFORM or step.stage == "load" and step.level == FULL and 0 not in self._terms(step)
+        """Is it one number, or an operand that is the same in every row, under no condition of the row's?"""
+        alike = step.stage == "load" and step.level == FULL and not step.args
+        return step.level == UNIFORM or alike and 0 not in self._terms(step)
 
     def _begin_column(self, step: Step) -> None:
         """Accumulators of columns, for rows that are walked."""

@@ -25,8 +25,8 @@ SMALL = 1 / 32
 """Of what is let go earlier, what may be kept for longer besides: a bias that all layers add."""
 MOVES_MORE = "with such copies the kernels would move more bytes in all"
 JOINS_NOTHING = "the copy would not join the kernel that it is for"
-WIDEST = 40
-"""Ops that are looked at for one kernel."""
+WIDEST, MUCH = 40, 1 / 8
+"""Ops that are looked at for one kernel, and of all bytes that move those that must be made of copies for a second look."""
 
 
 def recompute_cheap(graph: Graph, partition: Partition, remarks: Remarks | None = None) -> Graph:
@@ -38,7 +38,9 @@ def recompute_cheap(graph: Graph, partition: Partition, remarks: Remarks | None 
     parts of what they make, as gradients of halves for a concatenation, gets copies after all that. Returns ``graph``.
     """
     remarks = remarks or Remarks()
-    kernels = _copy_cheap(graph, partition, partition(graph), remarks)
+    kernels, behind = _copy_cheap(graph, partition, partition(graph), remarks)
+    if behind:  # what was made of other kernels' copies can be made of copies of these, now that they are nodes like others
+        kernels, _ = _copy_cheap(graph, partition, kernels or partition(graph), remarks)
     if any(map(is_window, graph.nodes)):
         pulled = with_pulled(graph, kernels or partition(graph))
         if any(kernel.pulled for kernel in pulled):
@@ -46,12 +48,14 @@ def recompute_cheap(graph: Graph, partition: Partition, remarks: Remarks | None 
     return graph
 
 
-def _copy_cheap(graph: Graph, partition: Partition, before: Kernels, remarks: Remarks) -> Kernels | None:
-    """``before``: what ``partition`` gives for the graph. Gives what it would now, where that is known."""
+def _copy_cheap(graph: Graph, partition: Partition, before: Kernels, remarks: Remarks) -> tuple[Kernels | None, bool]:
+    """What ``partition``, which gave ``before``, gives now, where that is known, and whether much lies behind copies."""
     moved = traffic(graph, before)
-    copied = _Recomputer(graph, before, remarks).run()
+    recomputer = _Recomputer(graph, before, remarks)
+    copied = recomputer.run()
+    behind = recomputer.behind > MUCH * moved
     if not copied:
-        return before
+        return before, False
     after = partition(graph)
     home = homes(after)
     told = {one: JOINS_NOTHING for one in copied
@@ -73,9 +77,9 @@ def _copy_cheap(graph: Graph, partition: Partition, before: Kernels, remarks: Re
                 remarks.did("recompute", node.name, "it is computed again instead of being written and read")
     eliminate_dead(graph)
     if told:
-        return None
+        return None, behind
     alive = set(graph.nodes)
-    return [kernel._replace(nodes=tuple(node for node in kernel.nodes if node in alive)) for kernel in after]
+    return [kernel._replace(nodes=tuple(node for node in kernel.nodes if node in alive)) for kernel in after], behind
 
 
 @dataclass(slots=True, eq=False)
@@ -109,6 +113,7 @@ class _Recomputer:
         self.newer = {old: new for values in graph.values for old, new in zip(values, values[1:])}
         self.kept_until: dict[Value, int] = {}
         self.inserted: dict[int, list[Node]] = {}
+        self.behind = 0  # bytes of operands that are made of other kernels' copies
 
     def run(self) -> list[Copied]:
         pulls = any(kernel.pulled for kernel in self.kernels)  # then the others have what they need
@@ -129,6 +134,8 @@ class _Recomputer:
             return None
         end = max(self.place[node] for node in nodes)
         network = self._network(sinks, fixed, Space.of(nodes, self.kernels[number].pulled), end)
+        if any(self._copied(value) for value in network.capacity):
+            self.behind += sum(value.buffer.nbytes for value in sinks)
         cut = min_cut(network.capacity, network.after, network.sources, sinks)
         if cut is None or sum(network.capacity[one] for one in sinks) - sum(network.capacity[one] for one in cut) < LEAST:
             return None
@@ -189,14 +196,18 @@ class _Recomputer:
         """Bytes that move if the kernel reads ``value``, beyond what moves if nobody does for this kernel."""
         if fixed:
             return 0
-        if not sink and self._overwritten(value) <= end or value.producer and value.producer not in self.place:
-            return NEVER  # overwritten by then, or another kernel's copy, which nobody writes
+        if not sink and self._overwritten(value) <= end or self._copied(value):
+            return NEVER  # overwritten by then, or not written at all
         size = value.buffer.nbytes
         outside = self._readers(value)
         if sink:
             shared = value.buffer.live or any(other < 0 or not self.kernels[other].fused for other in outside)
             return size if shared else size + size // max(len(outside), 1)
         return size if outside or value.buffer.live or value.producer is None or not self._fused(value.producer) else 2 * size
+
+    def _copied(self, value: Value) -> bool:
+        """Is it another kernel's copy, which nobody writes?"""
+        return value.producer is not None and value.producer not in self.place
 
     def _overwritten(self, value: Value) -> int:
         """Where the next value of its buffer is made, which cannot have memory of its own."""
