@@ -171,8 +171,13 @@ def _inside(lowering: Lowering, size: Size, starts: dict[int, int]) -> Instr | N
     for dim, start in starts.items():
         if size[dim] != lowering.shape[dim]:
             here = within(lowering, start, size[dim], lowering.shape[dim], lowering.coord(dim))
-            valid = here if valid is None else lowering.expr("({0} & {1})", valid, here, dtype=torch.bool)
+            valid = both(lowering, valid, here)
     return valid
+
+
+def both(lowering: Lowering, one: Instr | None, other: Instr) -> Instr:
+    """True where both conditions hold; None always does."""
+    return other if one is None else lowering.expr("({0} & {1})", one, other, dtype=torch.bool)
 
 
 def within(lowering: Lowering, start: int, extent: int, whole: int, coordinate: Instr) -> Instr:

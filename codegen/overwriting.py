@@ -6,14 +6,16 @@ Eager mode writes a fill, or a copy of a gradient, and then writes a part of it 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from codegen import forms
 from codegen.expressions import Unsupported
 from codegen.index_maps import Window
-from codegen.instructions import MemAccess, Part
-from codegen.joining import MOST_SOURCES, choose, within
+from codegen.instructions import Instr, Part
+from codegen.joining import MOST_SOURCES, both, choose, within
 from codegen.limits import check_part
 from codegen.lowering import Lowering, fill_of
-from codegen.pulled import Known, Puller, window_mapper
+from codegen.pulled import Known, Mapper, Puller, identity_mapper, window_mapper
 from codegen.reordering import stores
 from ir_nodes.layout import Layout
 from ir_nodes.node import Node, Operand, Value
@@ -23,27 +25,53 @@ MOST_BETWEEN = 8
 
 
 def over_whole(part: Part, known: Known) -> Part:
-    """``part``, or where it writes a run of each row of what was only filled with a number, or of what another elementwise op has
-    just made, one that writes the whole. A fill then has no reader, and a maker shares a kernel with the write."""
+    """``part``, or where it writes a run of each row, or every so many elements or rows, of what was only filled with a number,
+    or of what another elementwise op has just made, one that writes the whole. A fill then has no reader, and a maker shares a
+    kernel with the write."""
     node, place = part.node, _place_of(part)
-    if place is None or not _are_alone(place[1].value, node):
+    if place is None or not _are_alone(place.whole.value, node):
         return part
-    window, whole = place
-    filled, maker = fill_of(whole) is not None, whole.value.producer
-    if maker is None or not filled and (maker.stage != node.stage or not _made_whole(known, whole)):
+    filled, maker = fill_of(place.whole) is not None, place.whole.value.producer
+    if maker is None or not filled and (maker.stage != node.stage or not _made_whole(known, place.whole)):
         return part
-    lowering = Lowering(node, whole.layout.size)
+    lowering = Lowering(node, place.whole.layout.size)
     try:
-        other = lowering.load(whole)
-        valid = within(lowering, window.start, window.extent, window.whole, lowering.coord(1))
-        held = {whole.value: (lowering.access(whole.value, whole.layout), other)}
-        guard = valid if window.extent > 1 else None  # one of so many elements is what all of these read
-        value = Puller(lowering, known, guard, held).part(part, window_mapper(window, part.numel), 0, True)
-        lowering.store(node.writes[0].value, whole.layout, choose(lowering, valid, value, other))
+        other = lowering.load(place.whole)
+        mapper, valid, guard = _through(place, part.numel, lowering)
+        held = {place.whole.value: (lowering.access(place.whole.value, place.whole.layout), other)}
+        value = Puller(lowering, known, guard, held).part(part, mapper, 0, True)
+        lowering.store(node.writes[0].value, place.whole.layout, choose(lowering, valid, value, other))
         check_part(lowering.part)
     except Unsupported:
         return part
     return lowering.part if filled or not _waits(lowering.part, maker) else part
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an elementwise part writes: in each dimension of the ``whole``, outermost first, so many elements (``extents``) from
+    ``starts`` on."""
+
+    extents: tuple[int, ...]
+    starts: tuple[int, ...]
+    whole: Operand
+
+
+def _through(place: Place, numel: int, lowering: Lowering) -> tuple[Mapper, Instr, Instr | None]:
+    """How operands over the ``numel`` elements that are written are seen from the whole, where these lie in it, and where they
+    have to be asked for: of so many elements, one is what all of these read."""
+    mapper, valid, guard, inner = identity_mapper, None, None, 1
+    for dim in reversed(range(len(place.extents))):
+        extent, whole, start = place.extents[dim], place.whole.layout.size[dim], place.starts[dim]
+        if extent != whole:
+            mapper = window_mapper(Window(inner, extent, whole, start), numel, mapper)
+            numel = numel // extent * whole
+            here = within(lowering, start, extent, whole, lowering.coord(dim))
+            valid = both(lowering, valid, here)
+            guard = both(lowering, guard, here) if extent > 1 else guard
+        inner *= whole
+    assert valid is not None, "a part that writes everything"
+    return mapper, valid, guard
 
 
 def _waits(part: Part, maker: Node) -> bool:
@@ -54,27 +82,28 @@ def _waits(part: Part, maker: Node) -> bool:
     return any(value.producer is not None for node in late for value in node.inputs())
 
 
-def _place_of(part: Part) -> tuple[Window, Operand] | None:
-    """The run of each row that an elementwise part writes, and the rows, which are all that was there before; None where it
-    writes something else."""
+def _place_of(part: Part) -> Place | None:
+    """The elements of what was there before that an elementwise part writes; None where it writes all of them, or where these lie
+    in no grid."""
     base, store = part.node.writes[0].base, stores(part).get(part.node.writes[0].value)
     if len(part.node.writes) != 1 or part.reduced is not None or store is None or base is None:
         return None
-    numel = base.buffer.nbytes // store.dtype.itemsize
-    window = _row_window(store, numel)
-    if window is None:
+    if store.byte_offset % store.dtype.itemsize:
         return None
-    return window, Operand(base, Layout.contiguous(store.dtype, (numel // window.whole, window.whole)))
-
-
-def _row_window(store: MemAccess, numel: int) -> Window | None:
-    """The window of rows that together make the whole buffer; None where it is all of them."""
-    run, rest = (store.form[-1][0], store.form[:-1]) if store.form and store.form[-1][1] == 1 else (1, store.form)
-    if len(rest) > 1 or store.byte_offset % store.dtype.itemsize:
+    rest, unit = store.byte_offset // store.dtype.itemsize, base.buffer.nbytes // store.dtype.itemsize
+    sizes, extents, starts = list[int](), list[int](), list[int]()
+    for extent, stride in (*store.form, *([(1, 1)] if not store.form or store.form[-1][1] != 1 else [])):
+        if stride < 1 or unit % stride:
+            return None
+        sizes.append(unit // stride)
+        extents.append(extent)
+        starts.append(rest // stride)
+        if starts[-1] + extent > sizes[-1]:
+            return None
+        rest, unit = rest % stride, stride
+    if sizes == extents:
         return None
-    outer, row = rest[0] if rest else (1, numel)
-    start = store.byte_offset // store.dtype.itemsize
-    return Window(1, run, row, start) if run < row and outer * row == numel and start + run <= row else None
+    return Place(tuple(extents), tuple(starts), Operand(base, Layout.contiguous(store.dtype, tuple(sizes))))
 
 
 def _are_alone(base: Value, writer: Node) -> bool:

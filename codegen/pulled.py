@@ -151,9 +151,8 @@ class Puller:
         """Is it better to compute what ``access`` reads again? What costs many instructions only for one reader that reads each
         element about once: not the sines of a rotary embedding, which are few and read for each head of each sequence."""
         loads = [instr for instr in part.instrs if instr.kind == "load"]
-        texts = [instr.text for instr in part.instrs if instr.kind == "expr" and instr.args]
-        each = sum(instr.kind == "expr" and instr.level == FULL for instr in part.instrs)
-        fits = len(loads) <= MAX_LOADS and each <= MAX_EXPRESSIONS
+        texts = [instr.text for instr in part.instrs if instr.kind == "expr" and instr.level == FULL]
+        fits = len(loads) <= MAX_LOADS and len(texts) <= MAX_EXPRESSIONS
         once = alone and part.numel * MOST_PIECES >= self.lowering.part.numel
         plain = not any(costly in text for text in texts for costly in _COSTLY)
         stores = [instr for instr in part.instrs if instr.kind == "store"]
