@@ -244,7 +244,7 @@ class Fuser:
             merged = False
             for pair in pairs(self.groups(), self._horizontal):
                 first, second = pair.first.root(), pair.second.root()
-                reason = self._try(first, second) if first is not second else None
+                reason = self._try(first, second, pair.vertical) if first is not second else None
                 merged |= first is not second and reason is None
                 if reason is not None and not pair.vertical:  # what one makes for the other has been told
                     refused.append(Refusal(first.units[0].node, second.units[0].node, reason))
@@ -274,7 +274,8 @@ class Fuser:
         beside = [other for value in unit.makes for other in self._makers.get(value, ())][-1:] if self._horizontal else []
         return list(dict.fromkeys([*vertical, *beside]))[:MAX_CANDIDATES]
 
-    def _try(self, other: Group, group: Group) -> str | None:
+    def _try(self, other: Group, group: Group, lifts: bool = True) -> str | None:
+        """Why the two can't be merged; None: they have been. ``lifts``: what waits for them may have to wait a little longer."""
         if len(other.succs) > MAX_NEIGHBOURS or len(other.preds) > MAX_NEIGHBOURS:
             return "too many kernels depend on it"
         if self._sides and self._apart(other, group):
@@ -283,7 +284,7 @@ class Fuser:
         if isinstance(joint, str):
             return joint
         level = joint_level(other, group)
-        if level is None and (other.totals and group.totals or other.wants or group.wants):
+        if level is None and (lifts or other.totals and group.totals or other.wants or group.wants):
             level = lifted_level(other, group)
         if level is None:
             return "what lies between them has to run between them"

@@ -264,10 +264,10 @@ def test_copies_that_join_stay_where_others_that_do_not_move_more() -> None:
         return [*(kernel for kernel in rest if kernel.nodes),
                 *(Kernel((node,), True, tuple(write.value for write in node.writes)) for node in alone)]
 
-    def both(*tensors: torch.Tensor) -> torch.Tensor:
+    def both(*tensors: torch.Tensor) -> torch.Tensor:  # squared, so that gradients wait for results
         x, a, b, y, c, d = tensors
         gate = y @ c
-        return (new_gelu(x @ a) @ b).sum() + ((gate * (1.0 / (1.0 + torch.exp(gate * -1.7)))) @ d).sum()
+        return (new_gelu(x @ a) @ b).square().sum() + ((gate * (1.0 / (1.0 + torch.exp(gate * -1.7)))) @ d).square().sum()
 
     shapes = ((32, 48), (48, 64), (64, 48), (512, 48), (48, 96), (96, 48))
     recording, _ = recorded(trained(both), *made(*shapes))
