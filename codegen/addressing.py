@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from codegen.body import Body, Step
-from codegen.division import divided
+from codegen.division import is_flat, places, runs_from
 from codegen.instructions import KEPT
 from codegen.source_args import ArgumentList
 from codegen.tile import Axis, Tile
@@ -184,20 +184,13 @@ class IndexWriter:
 
     def _split(self, number: int) -> None:
         """Define the index along each of the axis's dimensions, where an operand needs it."""
-        axis = self._axis(number)
-        if all(self._linear(strides, number) for strides in self.tile.strides.values()):
-            return
-        rest = f"i{number}"
-        for dim in reversed(axis.dims[1:]):
-            for line in divided(self.arguments, rest, dim, self.tile.dims[dim]):
+        if not all(self._linear(strides, number) for strides in self.tile.strides.values()):
+            for line in places(self.arguments, self.tile, number):
                 self._line(line)
-            rest = f"q{dim}"
-        self._line(f"x{axis.dims[0]} = {rest}")
 
     def _linear(self, strides: tuple[int, ...], number: int) -> bool:
         """True where the operand runs along the axis with one stride."""
-        dims = self._axis(number).dims
-        return all(strides[a] == strides[b] * self.tile.dims[b] for a, b in zip(dims, dims[1:]))
+        return runs_from(self.tile, number, strides) == 0
 
     def _terms(self, step: Step) -> dict[int, list[str]]:
         """The operand's offset as summands per axis."""
@@ -244,7 +237,9 @@ class IndexWriter:
         dims = self._dims(number)
         if dims and self._linear(strides, number):
             return [(f"i{number}", strides[dims[-1]])]
-        return [(f"x{dim}", strides[dim]) for dim in dims]
+        start = runs_from(self.tile, number, strides) if is_flat(self.tile, number) else len(dims)
+        run = [(f"r{dims[start]}", strides[dims[-1]])] if start + 1 < len(dims) else []
+        return [*((f"x{dim}", strides[dim]) for dim in (dims[:start] if run else dims)), *run]
 
     def _scaled(self, index: str, stride: int, number: int, strides: tuple[int, ...]) -> str:
         if stride == 1:

@@ -1,23 +1,69 @@
 """An index's place along a dimension, and the index along those before it. Imports codegen's leaf modules.
 
 Dividing by what a kernel is given takes some twenty instructions an element. A small extent is a number in the source, which the
-compiler divides by in two or three. By any other a kernel multiplies and shifts, as it is given both. Multiples of 16 are divided
-by, because the compiler then knows that neighbours stay neighbours and loads them together.
+compiler divides by in two or three. By any other a kernel multiplies and shifts, as it is given both. That hides from the
+compiler that neighbours stay neighbours, so that it would no longer load them together: where elements lie flat it is told so,
+elsewhere multiples of 16 are divided by.
 """
 
 from __future__ import annotations
 
+import math
+
 from codegen.aligned import KNOWN
 from codegen.source_args import SMALL, ArgumentList
+from codegen.tile import Tile
 
 
-def divided(arguments: ArgumentList, index: str, dim: int, extent: int) -> tuple[str, str]:
-    """Lines that define ``q{dim}`` and ``x{dim}``, the quotient and the rest of ``index`` by the dimension's extent."""
-    if extent > SMALL and extent % KNOWN and not arguments.wide:
+def is_flat(tile: Tile, number: int) -> bool:
+    """Is the axis the tile's only one, so that blocks begin at multiples of 16 of its elements?"""
+    axis = tile.axes[number]
+    alone = sum(one is not None for one in tile.axes) == 1 and not (tile.peel or tile.covered or tile.ragged or tile.words)
+    return alone and axis is not None and not axis.block % KNOWN
+
+
+def runs_from(tile: Tile, number: int, strides: tuple[int, ...]) -> int:
+    """From which of the axis' dimensions on an operand runs with one stride."""
+    axis = tile.axes[number]
+    dims = axis.dims if axis is not None else ()
+    start = max(len(dims) - 1, 0)
+    while start and strides[dims[start - 1]] == strides[dims[start]] * tile.dims[dims[start]]:
+        start -= 1
+    return start
+
+
+def places(arguments: ArgumentList, tile: Tile, number: int) -> list[str]:
+    """Lines that define the index ``x`` along each dimension of axis ``number``, and, where elements lie flat, ``r`` along it and
+    all behind it for operands that run on through these."""
+    axis = tile.axes[number]
+    assert axis is not None
+    rest, lines, known = f"i{number}", list[str](), is_flat(tile, number)
+    near = math.gcd(tile.dims[axis.dims[-1]], KNOWN) if known else 0
+    moving = [strides for strides in tile.strides.values() if strides[axis.dims[-1]]]
+    runs = {runs_from(tile, number, strides) for strides in moving} if known else set()
+    for place in reversed(range(1, len(axis.dims))):
+        dim = axis.dims[place]
+        lines += _divided(arguments, rest, dim, tile.dims[dim], near, place == len(axis.dims) - 1)
+        rest = f"q{dim}"
+        if place in runs and place < len(axis.dims) - 1:
+            extent = math.prod(tile.dims[one] for one in axis.dims[place:])
+            run, side = f"i{number} - q{dim} * {arguments.size(f'e{dim}', extent)}", math.gcd(extent, KNOWN)
+            lines.append(f"r{dim} = " + (f"tl.max_contiguous(tl.multiple_of({run}, {side}), {side})" if side > 1 else run))
+    return [*lines, f"x{axis.dims[0]} = {rest}"]
+
+
+def _divided(arguments: ArgumentList, index: str, dim: int, extent: int, near: int, inmost: bool) -> tuple[str, str]:
+    """Lines that define ``q{dim}`` and ``x{dim}``, the quotient and the rest of ``index`` by the dimension's extent. ``near``: so
+    many neighbours, from each multiple of that on, lie side by side in the axis' last dimension, or 0; ``inmost``: this is it."""
+    if extent > SMALL and (extent % KNOWN or near > 1) and not arguments.wide:
         factor, shift = reciprocal(extent)
         given = (arguments.constant(f"d{dim}_factor", factor - (1 << 32)), arguments.constant(f"d{dim}_shift", shift))
-        size = arguments.size(f"d{dim}", extent)
-        return f"q{dim} = _quotient({index}, {given[0]}, {given[1]})", f"x{dim} = {index} - q{dim} * {size}"
+        quotient = f"_quotient({index}, {given[0]}, {given[1]})"
+        rest = f"{index} - q{dim} * {arguments.size(f'd{dim}', extent)}"
+        if near > 1:
+            quotient = f"tl.max_constancy({quotient}, {near})"
+            rest = f"tl.max_contiguous(tl.multiple_of({rest}, {near}), {near})" if inmost else f"tl.max_constancy({rest}, {near})"
+        return f"q{dim} = {quotient}", f"x{dim} = {rest}"
     size = arguments.size(f"d{dim}", extent, literal=True)
     return f"x{dim} = {index} % {size}", f"q{dim} = {index} // {size}"
 

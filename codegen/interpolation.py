@@ -5,8 +5,11 @@ Places are computed in float32, as ATen's kernels do, or results would be other 
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import Any, Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Callable, Sequence
 
 import torch
 
@@ -16,15 +19,17 @@ from codegen.lowering import Lowering, arguments
 from codegen.pooling import MOST_WINDOWS, Place, sum_at
 from codegen.promotion import HALF
 from codegen.reductions import divide, operand_of
+from ir_nodes.layout import Layout
 from ir_nodes.node import Node, Operand
 
 _FLOATS = (torch.float32, *HALF)
+Resized = tuple[int, int, int, Any]
+"""A dimension's number, how many elements there are, how many there will be, and the user's factor."""
 _SCALES = {1: ("scales",), 2: ("scales_h", "scales_w"), 3: ("scales_d", "scales_h", "scales_w")}
 
 
-def _resized(node: Node, name: str) -> tuple[dict[str, Any], Operand, Lowering, list[tuple[int, int, int, Any]]]:
-    """Arguments, the tensor ``name``, a lowering over the result, and of each resized dimension its number, how many elements
-    there are, how many there will be, and the user's factor. Raises Unsupported."""
+def _resized(node: Node, name: str) -> tuple[dict[str, Any], Operand, Lowering, list[Resized]]:
+    """Arguments, the tensor ``name``, a lowering over the result, and the resized dimensions. Raises Unsupported."""
     args = arguments(node)
     source = operand_of(args[name])
     if source.layout.dtype not in _FLOATS or len(node.writes) != 1:
@@ -44,11 +49,54 @@ def _step(lowering: Lowering, extent: int, results: int, factor: Any) -> Instr:
     return lowering.expr("(1.0 / {0}).to(tl.float32)", given, dtype=torch.float32)
 
 
+@lru_cache(maxsize=1024)
+def _whole_times(extent: int, results: int, factor: float | None, shift: float) -> int:
+    """How many results, one after the other, take each element; 0 where not all are taken equally often, as rounding has it."""
+    times, rest = divmod(results, extent)
+    if rest or not times:
+        return 0
+    step = torch.tensor(extent / results if factor is None else 1.0 / factor, dtype=torch.float64).float()
+    taken = ((torch.arange(results, dtype=torch.float32) + shift) * step).to(torch.int32).clamp(max=extent - 1)
+    return times if torch.equal(taken, torch.arange(results, dtype=torch.int32) // times) else 0
+
+
+def _all_times(dims: Sequence[Resized], shift: float) -> list[int]:
+    """`_whole_times` of all dimensions; none where some has other ones, or where a factor is known only when the kernel runs."""
+    if any(not isinstance(factor, float | None) for *_, factor in dims):
+        return []
+    found = [_whole_times(extent, results, factor, shift) for _, extent, results, factor in dims]
+    return found if all(found) else []
+
+
+def _in_runs(layout: Layout, times: Sequence[int]) -> Layout:
+    """The last dimensions each in two, the inner ones of so many elements."""
+    outer = len(layout.size) - len(times)
+    size, stride = layout.size[:outer], layout.stride[:outer]
+    for extent, step, run in zip(layout.size[outer:], layout.stride[outer:], times):
+        size, stride = (*size, extent // run, run), (*stride, step * run, step)
+    return replace(layout, size=size, stride=stride)
+
+
+def _repeated(layout: Layout, times: Sequence[int]) -> Layout:
+    """The last dimensions each in two, the inner ones of so many times the same element."""
+    outer = len(layout.size) - len(times)
+    size, stride = layout.size[:outer], layout.stride[:outer]
+    for extent, step, run in zip(layout.size[outer:], layout.stride[outer:], times):
+        size, stride = (*size, extent, run), (*stride, step, 0)
+    return replace(layout, size=size, stride=stride)
+
+
 def lower_nearest(shift: float) -> Callable[[Node], list[Part]]:
     """upsample_nearest and, with a ``shift`` of half an element, _upsample_nearest_exact: the element that each lies in."""
 
     def lower(node: Node) -> list[Part]:
         _, source, lowering, dims = _resized(node, "self")
+        if times := _all_times(dims, shift):
+            write = node.writes[0]
+            lowering = Lowering(node, _in_runs(write.layout, times).size)
+            same = lowering.load(Operand(source.value, _repeated(source.layout, times)))
+            lowering.store(write.value, _in_runs(write.layout, times), same)
+            return [lowering.part]
         places = {}
         for dim, extent, results, factor in dims:
             numbers = lowering.coord(dim), _step(lowering, extent, results, factor), lowering.size(extent - 1, torch.int32)
@@ -65,6 +113,10 @@ def lower_nearest_backward(shift: float) -> Callable[[Node], list[Part]]:
 
     def lower(node: Node) -> list[Part]:
         _, grad, lowering, dims = _resized(node, "grad_output")
+        times = _all_times([(dim, extent, results, factor) for dim, results, extent, factor in dims], shift)
+        if times and math.prod(times) <= MOST_WINDOWS:
+            lowering.write(0, _run_sums(lowering, grad, times))
+            return [lowering.part]
         places = {dim: _takers(lowering, dim, results, extent, factor, shift) for dim, results, extent, factor in dims}
         if math.prod(map(len, places.values())) > MOST_WINDOWS:
             raise Unsupported(f"elements that more than {MOST_WINDOWS} others took")
@@ -72,6 +124,20 @@ def lower_nearest_backward(shift: float) -> Callable[[Node], list[Part]]:
         return [lowering.part]
 
     return lower
+
+
+def _run_sums(lowering: Lowering, grad: Operand, times: Sequence[int]) -> Instr:
+    """The sums over runs of so many elements along the last dimensions, in ATen's order."""
+    layout, outer = grad.layout, len(grad.layout.size) - len(times)
+    size = (*layout.size[:outer], *(extent // run for extent, run in zip(layout.size[outer:], times)))
+    stride = (*layout.stride[:outer], *(step * run for step, run in zip(layout.stride[outer:], times)))
+    total: Instr | None = None
+    for numbers in itertools.product(*map(range, times)):
+        offset = layout.offset + sum(number * step for number, step in zip(numbers, layout.stride[outer:]))
+        term = lowering.load(Operand(grad.value, replace(layout, size=size, stride=stride, offset=offset)))
+        total = term if total is None else lowering.expr("{0} + {1}", total, term, dtype=term.dtype)
+    assert total is not None
+    return total
 
 
 def _takers(lowering: Lowering, dim: int, results: int, extent: int, factor: Any, shift: float) -> list[Place]:

@@ -162,7 +162,9 @@ def _placed(lowering: Lowering, source: Operand, size: Size, starts: dict[int, i
         wide[dim] = lowering.shape[dim]
     plain = Lowering(lowering.part.node, layout.size).access(source.value, layout)
     rounded = layout.dtype if layout.dtype in HALF else None
-    return lowering.cast(Puller(lowering, known, valid).operand(plain, compute_dtype(layout.dtype), rounded, mapper), out)
+    asked = {dim: start for dim, start in starts.items() if not shares_loads(size[dim], lowering.shape[dim])}
+    guard = _inside(lowering, size, asked)
+    return lowering.cast(Puller(lowering, known, guard).operand(plain, compute_dtype(layout.dtype), rounded, mapper), out)
 
 
 def _inside(lowering: Lowering, size: Size, starts: dict[int, int]) -> Instr | None:
@@ -173,6 +175,11 @@ def _inside(lowering: Lowering, size: Size, starts: dict[int, int]) -> Instr | N
             here = within(lowering, start, size[dim], lowering.shape[dim], lowering.coord(dim))
             valid = both(lowering, valid, here)
     return valid
+
+
+def shares_loads(extent: int, whole: int) -> bool:
+    """Is one element of a few read, so that all of these may read it, and share the load with who asks for it in their place?"""
+    return extent == 1 and whole <= MOST_SOURCES
 
 
 def both(lowering: Lowering, one: Instr | None, other: Instr) -> Instr:

@@ -16,6 +16,7 @@ from codegen import (
     joining,
     losses,
     normalisation,
+    one_of_each,
     optimizers,
     overwriting,
     packing,
@@ -114,11 +115,12 @@ BITWISE: dict[str, Callable[[Node], list[Part]]] = {"pack_bits": packing.lower_p
 INDEXED: dict[str, Callable[[Node], list[Part]]] = {
     "index_select": indexing.lower_index_select,
     "embedding": indexing.lower_index_select,
-    "gather": indexing.lower_gather,
+    "gather": one_of_each.lower_one_gathered,
     "index": indexing.lower_index,
     **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_"), indexing.lower_index_put),
     **dict.fromkeys(("index_copy", "index_copy_"), indexing.lower_index_copy),
     **scattering.SCATTERS,
+    **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_"), one_of_each.lower_one_scattered),
 }
 """Ops that take addresses from index tensors."""
 

@@ -12,7 +12,7 @@ from codegen import forms
 from codegen.expressions import Unsupported
 from codegen.index_maps import Window
 from codegen.instructions import Instr, Part
-from codegen.joining import MOST_SOURCES, both, choose, within
+from codegen.joining import MOST_SOURCES, both, choose, shares_loads, within
 from codegen.limits import check_part
 from codegen.lowering import Lowering, fill_of
 from codegen.pulled import Known, Mapper, Puller, identity_mapper, window_mapper
@@ -58,8 +58,8 @@ class Place:
 
 
 def _through(place: Place, numel: int, lowering: Lowering) -> tuple[Mapper, Instr, Instr | None]:
-    """How operands over the ``numel`` elements that are written are seen from the whole, where these lie in it, and where they
-    have to be asked for: of so many elements, one is what all of these read."""
+    """How operands over the ``numel`` elements that are written are seen from the whole, where these lie in it, and where alone
+    they may be read (None: anywhere)."""
     mapper, valid, guard, inner = identity_mapper, None, None, 1
     for dim in reversed(range(len(place.extents))):
         extent, whole, start = place.extents[dim], place.whole.layout.size[dim], place.starts[dim]
@@ -68,7 +68,7 @@ def _through(place: Place, numel: int, lowering: Lowering) -> tuple[Mapper, Inst
             numel = numel // extent * whole
             here = within(lowering, start, extent, whole, lowering.coord(dim))
             valid = both(lowering, valid, here)
-            guard = both(lowering, guard, here) if extent > 1 else guard
+            guard = guard if shares_loads(extent, whole) else both(lowering, guard, here)
         inner *= whole
     assert valid is not None, "a part that writes everything"
     return mapper, valid, guard
