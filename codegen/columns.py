@@ -14,7 +14,7 @@ from codegen.aligned import KNOWN, in_a_vector
 from codegen.body import Body
 from codegen.instructions import FULL
 from codegen.row_blocks import loop_lane
-from codegen.row_traits import loads, narrow, sums_only, walks_again
+from codegen.row_traits import loads, narrow, reads_again, sums_only, walks_again
 from codegen.tile import Strides
 from codegen.tuning import PIECE, PIECES, Tuning, power_of_two, snug_block
 
@@ -120,6 +120,11 @@ def _vector(body: Body) -> int:
 def along_kept(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple[bool, ...], tuning: Tuning) -> bool:
     """True where neighbouring results, not neighbouring summands, lie next to one another in memory, and more than a few of them;
     what takes none says it itself."""
+    if reads_again(body) and not _scans(body):
+        columns, rows = (_jumping(body, strides, max((dim for dim, flag in enumerate(flags) if flag is kind), default=0))
+                         for kind in (False, True))  # fmt: skip
+        if columns != rows:
+            return columns < rows
     votes, least = [], PIECE if _better_rows(body, tuning) else 0
     for step in body.steps:
         if step.access is None or step.level != FULL:
@@ -130,6 +135,11 @@ def along_kept(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
             few = _side_by_side(dims, moving, flags) * step.access.dtype.itemsize <= least
             votes.append(-weight if few or flags[min(moving)[1]] else weight)
     return sum(votes) > 0 if votes else body.column
+
+
+def _jumping(body: Body, strides: Strides, dim: int) -> int:
+    """How many operands' elements, for neighbours along ``dim``, lie apart in memory."""
+    return sum(strides[id(step)][dim] > 1 for step in body.steps if step.access is not None and step.level == FULL)
 
 
 def _better_rows(body: Body, tuning: Tuning) -> bool:

@@ -275,7 +275,7 @@ class Fuser:
         return list(dict.fromkeys([*vertical, *beside]))[:MAX_CANDIDATES]
 
     def _try(self, other: Group, group: Group, lifts: bool = True) -> str | None:
-        """Why the two can't be merged; None: they have been. ``lifts``: what waits for them may have to wait a little longer."""
+        """Why the two are not merged; None: they are. ``lifts``: one reads what the other makes, and others may wait for both."""
         if len(other.succs) > MAX_NEIGHBOURS or len(other.preds) > MAX_NEIGHBOURS:
             return "too many kernels depend on it"
         if self._sides and self._apart(other, group):

@@ -12,7 +12,7 @@ import torch
 from codegen import forms
 from codegen.expressions import Unsupported
 from codegen.index_maps import Window
-from codegen.instructions import Instr, Part
+from codegen.instructions import FULL, Instr, Part
 from codegen.limits import check_part
 from codegen.lowering import Lowering, arguments, fill_of
 from codegen.promotion import HALF, compute_dtype
@@ -40,9 +40,7 @@ def lower_cat(node: Node, known: Known) -> list[Part]:
         raise Unsupported("a concatenation of another shape than its result")
     if len(sources) <= MOST_SOURCES:
         try:
-            part = _chosen(node, sources, dim, known)
-            check_part(part)
-            return [part]
+            return [_best(node, sources, dim, known)]
         except Unsupported:
             pass
     return _copied(node, sources, dim)
@@ -65,8 +63,37 @@ def _copied(node: Node, sources: Sequence[Operand], dim: int) -> list[Part]:
     return parts
 
 
-def _chosen(node: Node, sources: Sequence[Operand], dim: int, known: Known) -> Part:
-    out = node.writes[0].layout
+def _best(node: Node, sources: Sequence[Operand], dim: int, known: Known) -> Part:
+    """The choice by the index along ``dim``, or, among sources of one size, by which of them it lies in, where each element then
+    reads less although it reads what all of them are made of, as halves that are turned with one another."""
+    part = _chosen(node, node.writes[0].layout, sources, dim, known)
+    check_part(part)
+    extent, count = sources[0].layout.size[dim], len(sources)
+    if count < 2 or extent < 2 or any(source.layout.size[dim] != extent for source in sources):
+        return part
+    alike = [Operand(source.value, _in_two(source.layout, dim, 1)) for source in sources]
+    try:
+        other = _chosen(node, _in_two(node.writes[0].layout, dim, count), alike, dim, known)
+        check_part(other)
+    except Unsupported:
+        return part
+    return other if count * _loads(other) <= _loads(part) else part
+
+
+def _loads(part: Part) -> int:
+    return len({(access.value, access.form, access.byte_offset, access.shift, load.args) for load in part.instrs
+                if load.kind == "load" and load.level == FULL and (access := load.access) is not None})  # fmt: skip
+
+
+def _in_two(layout: Layout, dim: int, count: int) -> Layout:
+    """A dimension as ``count`` runs."""
+    extent, step = layout.size[dim] // count, layout.stride[dim]
+    size, stride = ((*of[:dim], *two, *of[dim + 1 :]) for of, two in (
+        (layout.size, (count, extent)), (layout.stride, (step * extent, step))))  # fmt: skip
+    return replace(layout, size=size, stride=stride)
+
+
+def _chosen(node: Node, out: Layout, sources: Sequence[Operand], dim: int, known: Known) -> Part:
     lowering = Lowering(node, out.size)
     start, values, bounds, coordinate = 0, [], [], lowering.coord(dim)
     for source in sources:
@@ -77,7 +104,7 @@ def _chosen(node: Node, sources: Sequence[Operand], dim: int, known: Known) -> P
     result = values[-1]
     for value, bound in zip(reversed(values[:-1]), reversed(bounds[:-1])):
         result = choose(lowering, lowering.expr("({0} < {1})", coordinate, bound, dtype=torch.bool), value, result)
-    lowering.write(0, result)
+    lowering.store(node.writes[0].value, out, result)
     return lowering.part
 
 

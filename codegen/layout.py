@@ -75,14 +75,19 @@ def _main(body: Body, strides: Strides) -> Step | None:
     whole = [step for step in full if math.prod(n for n, s in step.form if s) == body.numel]
     dense = [step for step in whole if not stores or step.stage == "store"]
     candidates = dense or stores or full or [step for step in body.steps if step.stage == "store"]
+    if body.reduced is not None and not dense and not stores:
+        moving = [strides[id(step)] for step in body.steps if step.access is not None and any(strides.get(id(step), ()))]
+        along = Counter(map(_innermost, moving))
+        most = max(along.values(), default=0)  # small operands, in a cache: most of them in order
+        candidates = [step for step in candidates if along[_innermost(strides[id(step)])] == most] or candidates
     if body.reduced is None or not dense:
         return max(candidates, key=lambda step: math.prod(n for n, stride in step.form if stride), default=None)
-    along = [_innermost(strides[id(step)]) for step in whole]
+    ends = [_innermost(strides[id(step)]) for step in whole]
     moved: Counter[int] = Counter()
-    for dim, step in zip(along, whole):
+    for dim, step in zip(ends, whole):
         moved[dim] += step.access.dtype.itemsize if step.access is not None else 0
-    most = max(moved, key=lambda dim: moved[dim])
-    return whole[along.index(most)] if moved[most] > moved[_innermost(strides[id(dense[0])])] else dense[0]
+    first = max(moved, key=lambda dim: moved[dim])
+    return whole[ends.index(first)] if moved[first] > moved[_innermost(strides[id(dense[0])])] else dense[0]
 
 
 def _innermost(strides: tuple[int, ...]) -> int:

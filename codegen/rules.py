@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Collection
 
 from codegen import across, draws, forms, mixing, one_pass
+from codegen.aligned import KNOWN
 from codegen.footprint import Footprint
 from codegen.forms import Form
 from codegen.group import MAX_DIMS, MAX_NODES, MAX_OPERANDS, Group, Joint, Touched, Unit
@@ -88,8 +89,24 @@ def can_fuse(left: Group, right: Group) -> Joint | str:
     if joint.reduced is not None and (left.reduced is None or right.reduced is None) and _works_alone(left, right, joint):
         return "a few programs that reduce long rows would compute what many could"
     apart = one_pass.refused(left, right) if joint.reduced is not None else None
-    apart = apart or across.refused(left, right, joint)
+    apart = apart or _lie_off(left, right) or across.refused(left, right, joint)
     return apart or _memory_reason(left, right, joint) or _split_reason(left, right, joint) or joint
+
+
+def _lie_off(left: Group, right: Group) -> str:
+    """Why two groups are better apart of which neither makes for the other what has an element for each of its own; "": they are
+    not. Rows of 511 of 512 numbers start off boundaries in memory, and what could be read as one run would be read so."""
+    cuts = forms.merge_cuts(left.cuts, right.cuts) if left.numel == right.numel else None
+    if not cuts or cuts[0] % KNOWN == 0 or all(_inmost(side) % KNOWN for side in (left, right)):
+        return ""
+    if any(one.loads.get(value, 0) >= one.numel for one, two in ((left, right), (right, left)) for value in two.stores):
+        return ""
+    return "rows of one would begin off the boundaries that the other's lie on"
+
+
+def _inmost(group: Group) -> int:
+    """Elements of a row that its operands run along."""
+    return group.cuts[0] if group.cuts else group.numel
 
 
 def _draws_slowly(left: Group, right: Group, joint: Joint) -> str:

@@ -12,7 +12,7 @@ from codegen.aligned import in_a_vector
 from codegen.body import Body
 from codegen.columns import column_width, moves_much
 from codegen.instructions import FULL
-from codegen.row_traits import loads, narrow
+from codegen.row_traits import loads, narrow, reads_again
 from codegen.tuning import Tuning
 
 IN_FLIGHT = 64 << 10
@@ -57,7 +57,7 @@ def steps_ahead(body: Body, tuning: Tuning, elements: int, least: int, programs:
     """How many steps ahead a loop over so many elements a step loads, which lie in a multiprocessor's memory until then:
     ``least``, or, of so many ``programs``, as many as keep memory busy, but one more than usual at most: the loop's head is
     written out for each. What is loaded ``once`` takes no room."""
-    if body.crowded:
+    if body.crowded or reads_again(body):
         return 1
     step = max(elements * sum(step.access.dtype.itemsize for step in body.steps if step.stage == "load" and step.level == FULL
                               and step.access is not None and id(step) not in once), 1)
