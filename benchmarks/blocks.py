@@ -1,11 +1,11 @@
 """Parts of well-known models and losses, with their gradients, beside torch.compile. Imports torch, `benchmarks.common`,
-`.contest`, `.drawn`, `.model_blocks`, `.shapes`.
+`.contest`, `.drawn`, `.shapes` and the blocks.
 
-    python -m benchmarks.blocks --seconds 200
+    python -m benchmarks.blocks --seconds 150
 
-What stands between the products of models that people train (`benchmarks.model_blocks`): microseconds on the GPU alone, launches
-queued, contestants in turns. Both compile in ``--workers`` processes first. Results are compared with float64's, from which eager
-mode's may be as far.
+What stands between the products of models that people train (`benchmarks.transformer_blocks`, `.image_blocks`, `.loss_blocks`):
+microseconds on the GPU alone, launches queued, contestants in turns. Both compile in ``--workers`` processes first. Results are
+compared with float64's, from which eager mode's may be as far.
 """
 
 from __future__ import annotations
@@ -21,10 +21,14 @@ from tqdm import tqdm
 
 from benchmarks.common import save, table
 from benchmarks.contest import Contest, ratio
-from benchmarks.drawn import options, rows_of, slower_or_wrong, summary
-from benchmarks.model_blocks import BLOCKS, Block, Input
+from benchmarks.drawn import options, rows_of, summary
+from benchmarks.image_blocks import IMAGES
+from benchmarks.loss_blocks import LOSSES
+from benchmarks.model_blocks import Block, Input
 from benchmarks.shapes import DEVICE, wrong
+from benchmarks.transformer_blocks import TRANSFORMERS
 
+BLOCKS = [*TRANSFORMERS, *IMAGES, *LOSSES]
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -35,8 +39,8 @@ class Exact(TorchFunctionMode):
         if function is torch.Tensor.float:
             return args[0].double()
         args = [torch.float64 if one in FLOATS else one for one in args] if function is torch.Tensor.to else args
-        return function(*args, **{key: torch.float64 if key == "dtype" and value in FLOATS else value
-                                  for key, value in (kwargs or {}).items()})  # fmt: skip
+        named = {key: torch.float64 if key == "dtype" and one in FLOATS else one for key, one in (kwargs or {}).items()}
+        return function(*args, **named)
 
 
 def made(given: Input, generator: torch.Generator) -> Tensor:
@@ -50,7 +54,7 @@ def made(given: Input, generator: torch.Generator) -> Tensor:
 
 
 class Trained:
-    """The block and the gradients of all inputs that are not given: what `Contest` runs. Inputs are the block's, then tangents."""
+    """The block and the gradients of all inputs that are ``normal``: what `Contest` runs. Inputs are the block's, then tangents."""
 
     def __init__(self, block: Block) -> None:
         self._block = block
@@ -85,9 +89,9 @@ def compiled(block: Block) -> None:
     contest(block).first()
 
 
-def exact(block: Block) -> list[Tensor]:
+def exact(block: Block, device: str = DEVICE) -> list[Tensor]:
     run = Trained(block)
-    inputs = [one.double() if one.is_floating_point() else one for one in run.inputs(DEVICE)]
+    inputs = [one.double() if one.is_floating_point() else one for one in run.inputs(device)]
     with Exact():
         return run(inputs)
 
@@ -101,11 +105,13 @@ def measured(block: Block) -> dict[str, Any] | None:
 
 
 def report(rows: Sequence[dict[str, Any]]) -> None:
-    shown = slower_or_wrong(rows, ratio, wrong)
+    if not rows:
+        print("No block was measured: --seconds is too short for the first.")
+        return
     print(table(["block", "lazysched, us", "torch.compile, us", "ratio", "apart", ""],
                 [(row["block"], f"{row['lazysched']:.1f}", f"{row['compile']:.1f}", f"{ratio(row):.2f}", f"{row['apart']:.1e}",
                   "WRONG" if wrong(row) else "") for row in sorted(rows, key=ratio)]))  # fmt: skip
-    print(summary(rows, ratio, "block", "torch.compile", len(shown)) if rows else "No block was measured.")
+    print(summary(rows, ratio, "block", "torch.compile"))
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -57,8 +57,10 @@ def slower_or_wrong(rows: Sequence[Row], ratio: Callable[[Row], float], wrong: C
     return sorted((row for row in rows if ratio(row) > SLOWER or wrong(row)), key=lambda row: -ratio(row))
 
 
-def summary(rows: Sequence[Row], ratio: Callable[[Row], float], noun: str, other: str, shown: int) -> str:
+def summary(rows: Sequence[Row], ratio: Callable[[Row], float], noun: str, other: str, shown: int | None = None) -> str:
+    """``shown``: how many of them a table shows, where it does not show all."""
     ratios = sorted(map(ratio, rows))
     low, high = (ratios[len(ratios) * tenth // 10] for tenth in (1, 9))
+    told = "" if shown is None else f" The table shows the {shown} that are above {SLOWER} or wrong."
     return (f"{len(rows)} {noun}s, time against {other}'s: median {statistics.median(ratios):.2f}, a tenth below {low:.2f}, "
-            f"a tenth above {high:.2f}. The table shows the {shown} that are above {SLOWER} or wrong.")
+            f"a tenth above {high:.2f}.{told}")  # fmt: skip

@@ -39,3 +39,12 @@ def test_merged_patches_and_padded_rows(steps: tuple[int, int]) -> None:
         return (F.pad(y * y.sigmoid(), (1, 2)) @ torch.ones(y.shape[-1] + 3, 4) @ w).square().sum()
 
     check(trained(merged), *made((32, 64), (4, 4)))
+
+
+def test_what_is_made_of_another_kernels_copies_is_computed_again_too() -> None:
+    """Differences of all rows with all others, whose gradient one kernel sums along one dimension, another along the other."""
+    def apart(x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+        return (x[:, None] - codes[None]).pow(2).sum(-1).softmax(-1).square().sum()
+
+    _, after = check(trained(apart), *made((64, 16), (24, 16)))
+    assert after.largest < 64 * 24 * 16 * 4

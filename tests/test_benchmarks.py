@@ -12,10 +12,11 @@ import torch
 from torch._inductor.exc import InductorError
 
 from benchmarks import all as all_parts
-from benchmarks import common, composed, floors, inference, kernels, plot, shapes, train
+from benchmarks import blocks, common, composed, floors, inference, kernels, plot, shapes, train
 from benchmarks.compositions import TINY, Composition, sizes
 from benchmarks.kernel_cases import CASES, bytes_moved
 from benchmarks.loop import settings_of
+from benchmarks.model_blocks import Block, Input
 
 
 @pytest.fixture
@@ -230,6 +231,31 @@ def test_a_composition_that_torch_compile_fails_on_costs_no_other(capsys: pytest
         patch.setattr(composed, "drawn", lambda *_: program)
         assert composed.measured(3, TINY) is None
     assert "3: torch.compile fails, left out: TypeError: a fault" in capsys.readouterr().out
+
+
+def test_blocks_of_models_are_whole_programs() -> None:
+    """Each has a name of its own, results and gradients, and the same of them in float64."""
+    assert len({block.name for block in blocks.BLOCKS}) == len(blocks.BLOCKS)
+    for block in blocks.BLOCKS:
+        run = blocks.Trained(block)
+        inputs = run.inputs("meta")
+        results, exact = run(inputs), blocks.exact(block, "meta")
+        trained = sum(one.kind == "normal" for one in block.inputs)
+        assert len(results) == len(exact) and len(results) > (trained > 0), block.name
+        assert not any(one.dtype in blocks.FLOATS for one in exact), block.name
+
+
+def test_blocks_are_compared_and_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                          capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    small = Block("small", lambda x, i: (x.softmax(-1).gather(-1, i).log().sum(), x * 2), (
+        Input((6, 40), torch.float32), Input((6, 1), torch.int64, "below", 40)))  # fmt: skip
+    monkeypatch.setattr(blocks, "BLOCKS", [small])
+    assert blocks.main(["--workers", "1", "--output", str(tmp_path)]) == 0
+    (row,) = saved(tmp_path, "blocks")["blocks"]
+    assert row["block"] == "small" and row["lazysched"] > 0 and not blocks.wrong(row)
+    assert "1 block" in capsys.readouterr().out
+    blocks.report([])
+    assert "No block was measured" in capsys.readouterr().out
 
 
 def test_a_contestant_does_without_optimisations() -> None:

@@ -40,6 +40,7 @@ def picked(*size: int) -> str:
 def test_small_extents_are_numbers_multiples_of_16_are_divided_by_and_others_multiplied_with() -> None:
     assert "% 3" in picked(40, 3, 5) and "// 3" in picked(40, 3, 5) and "_quotient" not in picked(40, 3, 5)
     assert "% d1" in picked(40, 48, 5) and "_quotient" not in picked(40, 48, 5)
+    assert "tl.max_contiguous(tl.multiple_of(i1 - q2 * d2, 4), 4)" in picked(40, 3, 12), "neighbours are told to be neighbours"
     assert "_quotient(q2, d1_factor, d1_shift)" in picked(40, 49, 5) and picked(40, 49, 5) == picked(40, 50, 5)
 
 
@@ -53,3 +54,12 @@ def test_elements_stay_where_they_are(size: tuple[int, int, int]) -> None:
     x, y, z = torch.randn(size), torch.randn(size[0], 1, size[2]), torch.randn(size[::-1])
     check(lambda x, y, z: [x + y, x.permute(1, 0, 2).contiguous() * 2, x - z.permute(2, 1, 0)], x, y, z)
     check(lambda x: [x.sum(0), x.flip(1).sum(2), x.flip(2)], x)
+
+
+def test_operands_that_run_on_through_several_dimensions_have_one_place_in_these() -> None:
+    def program(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return x[:, :, :, None].expand(-1, -1, -1, 2) + y[:, :4] + z[:, 1:]
+
+    inputs = torch.randn(8, 4, 9), torch.randn(8, 6, 9, 2), torch.randn(8, 5, 9, 2)
+    made = check(program, *inputs, count=1)
+    assert "r1 * " not in kernels(made)[0].kernel.source and "+ r1" in kernels(made)[0].kernel.source

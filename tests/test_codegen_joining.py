@@ -243,3 +243,58 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     recording, _ = record(lambda x: torch.cat([x, x]), data(4, 8))
     monkeypatch.setattr(settings, "enabled", lambda name: name != "windows")
     assert [step.reason for step in externs(plan(recording.graph))] == ["windows is switched off"]
+
+
+def test_writes_into_every_so_many_rows_and_columns_are_joined() -> None:
+    def blurred(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x.detach().requires_grad_()
+        y = x[:, :-2:2] + 2 * x[:, 1:-1:2] + x[:, 2::2]
+        y = y[..., :-2:2] + 3 * y[..., 1:-1:2] + y[..., 2::2]
+        return y.detach(), torch.autograd.grad(y.square().sum(), x)[0]
+
+    made = check(blurred, data(3, 10, 18), rtol=1e-5, atol=1e-5)
+    assert not any("fill" in node.name or "zero" in node.name for step in kernels(made) for node in step.nodes)
+    check(_placed, data(3, 4, 20))
+
+
+def _placed(x: torch.Tensor) -> list[torch.Tensor]:
+    """Runs, every second and every third place of two dimensions, with something else around."""
+    found = []
+    for rows, columns in ((slice(0, 6, 2), slice(1, 5)), (slice(1, 10, 3), slice(0, 10, 2)), (slice(3, 6), slice(2, None, 2))):
+        for around in (torch.zeros(2, 9, 10), torch.full((2, 9, 10), 2.5)):
+            part = around[:, rows, columns]
+            part.copy_(x.sigmoid().reshape(-1)[: part.numel()].reshape(part.shape) if part.numel() <= x.numel() else 1.0)
+            found.append(around + 1)
+    return found
+
+
+def test_signs_times_one_number_are_made_where_windows_read_them() -> None:
+    """Also where that number is a quotient, which is one for all."""
+    def variation(x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad((x[:, 1:] - x[:, :-1]).abs().mean(), x)[0]
+
+    made = check(variation, data(6, 33))
+    assert all(len(step.writes) == 1 for step in kernels(made)[-1:])
+    assert not any(step.bytes_of(value) >= 6 * 32 * 4 for step in kernels(made)[:-1] for value in step.writes)
+
+
+def test_halves_that_are_turned_with_one_another_are_read_once() -> None:
+    def turned(x: torch.Tensor, c: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * c - b * s, b * c + a * s), -1)
+
+    inputs = data(6, 5, 16), data(5, 8, seed=1), data(5, 8, seed=2)
+    (step,) = kernels(check(turned, *inputs, count=1))
+    assert step.kernel.source.count("tl.load") == 4 and "other=0" not in step.kernel.source
+    (step,) = kernels(check(lambda x, y: torch.cat((x, y), -1), data(6, 16), data(6, 16, seed=1), count=1))
+    assert step.kernel.source.count("other=0") == 2, "each element of one or the other"
+    check(lambda x: torch.cat([part * 2 for part in x.split((4, 5, 7), -1)], -1), inputs[0], count=1)
+
+
+def test_an_image_enlarged_by_whole_factors_is_read_as_it_lies() -> None:
+    def joined(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+        return torch.cat((F.interpolate(low, size=high.shape[2:], mode="nearest"), high), 1).relu()
+
+    (step,) = kernels(check(joined, data(2, 3, 4, 6), data(2, 2, 8, 18, seed=1), count=1))
+    assert "tl.minimum" not in step.kernel.source.split("@triton.jit")[-1], "no place is computed"

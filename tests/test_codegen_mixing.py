@@ -212,3 +212,16 @@ def test_rows_without_a_finite_number() -> None:
     x = torch.full((4, 201), float("-inf"))
     x[0, 5], x[1, 7], x[2, 3] = 1.0, float("nan"), float("inf")
     check(lambda x: (x.softmax(-1), x.amax(-1), x.log_softmax(-1)), x, tuning=PEELED)
+
+
+def test_what_all_rows_load_under_a_condition_of_the_row_stays_in_the_walk() -> None:
+    """A class token before the patches is one row's operand."""
+    def program(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        token, patches, w, b, g = inputs
+        x = torch.cat((token.expand(6, 1, 24), patches), 1)
+        y, mean, scale = torch.native_layer_norm(x, [24], w, b, 1e-5)
+        return [y, *torch.ops.aten.native_layer_norm_backward(g, x, [24], mean, scale, w, b, [True, True, True])]
+
+    inputs = data(1, 1, 24), data(6, 7, 24, seed=1), data(24), data(24, seed=2), data(6, 8, 24, seed=3)
+    made = check(program, *inputs, tuning=SMALL, rtol=1e-4, atol=1e-4)
+    assert any("for r in" in step.kernel.source for step in kernels(made))
