@@ -54,7 +54,7 @@ def made(given: Input, generator: torch.Generator) -> Tensor:
 
 
 class Trained:
-    """The block and the gradients of all inputs that are ``normal``: what `Contest` runs. Inputs are the block's, then tangents."""
+    """The block and the gradients of all inputs that are ``normal``: what `Contest` runs. Inputs are its own, then tangents."""
 
     def __init__(self, block: Block) -> None:
         self._block = block
