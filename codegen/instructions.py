@@ -213,8 +213,11 @@ class Facts:
 
 
 def _work(instr: Instr) -> int:
-    """A quick function takes few instructions, one that is exact everywhere tens."""
-    text = instr.text if instr.kind == "expr" else ""
+    return work_of(instr.text if instr.kind == "expr" else "")
+
+
+def work_of(text: str) -> int:
+    """About how many machine instructions an expression takes: a quick function few, one that is exact everywhere tens."""
     calls, fast, powers = (text.count(f"libdevice.{name}") for name in ("", "fast_", "exp("))
     calls += text.count("_pow")
     return 1 + 40 * (calls - fast - powers) + 4 * fast + 10 * (powers + text.count("_rn("))

@@ -20,6 +20,8 @@ from codegen.pointwise_layout import pointwise_tile
 from codegen.product import Product
 from codegen.row_blocks import neighbours, row_block, tile_of_rows, warps_resident
 from codegen.row_traits import (
+    FILE,
+    REGISTERS,
     fitting,
     lanes_needed,
     loads,
@@ -226,8 +228,10 @@ def mixed_blocks(body: Body, tuning: Tuning) -> MixedBlocks:
     lane = tuning.wide_lane if held <= 4 else tuning.lane
     fits = fitting(body, lane, False)
     warps = warps_for(down * along, fits)
-    programs = tuning.cores * max((8 if held > 2 and fits == lane else 16) // warps, 1)
-    return MixedBlocks(down, along, warps, 0, *walked_by(body, tuning, down, programs))
+    each = max((8 if held > 2 and fits == lane else 16) // warps, 1)
+    registers = FILE // (each * warps * 32)  # or a multiprocessor would not run so many at a time
+    return MixedBlocks(down, along, warps, registers if registers < REGISTERS else 0,
+                       *walked_by(body, tuning, down, tuning.cores * each))  # fmt: skip
 
 
 def _mixed(body: Body, dims: tuple[int, ...], strides: Strides, split: tuple[tuple[int, ...], tuple[int, ...]],

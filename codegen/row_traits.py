@@ -6,7 +6,7 @@ import math
 from collections import Counter
 
 from codegen.body import Body, Step
-from codegen.instructions import FULL, KEPT
+from codegen.instructions import FULL, KEPT, work_of
 from codegen.online import pairs
 from codegen.tuning import Tuning
 
@@ -23,6 +23,9 @@ finds an order. On an H200 a difference that is stored and summed takes 8 % long
 
 AGAIN = 16
 """How often an operand's elements are loaded that come from a cache."""
+MUCH_WORK = 50
+"""Instructions of each element from which on twice as many threads share a short row: the norm of a gelu's softplus takes 63, and
+60 us on an H200 with 16 elements a thread, which have room for few warps."""
 
 _LONG = ("_ratio", "div_rn", "libdevice")
 
@@ -102,8 +105,12 @@ def fitting(body: Body, lane: int, looped: bool, row: int = 0, most: int = MOST_
     """Elements per thread, ``lane`` or fewer, of which ``most`` values are held at a time. Not of scans, whose threads wait for
     one another at each step, nor where a warp would no longer hold a ``row`` of so many elements: waiting for others takes
     longer."""
-    few = sum(step.level == FULL for step in body.steps) < (SOME_STEPS if looped else MANY_STEPS)
-    if few or any(step.stage == "scan" for step in body.steps):
+    full = [step for step in body.steps if step.level == FULL]
+    if any(step.stage == "scan" for step in body.steps):
+        return lane
+    work = sum(work_of(step.text if step.stage == "expr" else "") for step in full)
+    lane = lane // 2 if work > MUCH_WORK and not looped and lane >= 4 * FEWEST_ELEMENTS else lane
+    if len(full) < (SOME_STEPS if looped else MANY_STEPS):
         return lane
     held, fits = alive(body), lane
     while fits > FEWEST_ELEMENTS and fits * held > most:
