@@ -45,7 +45,8 @@ def lower_one_scattered(node: Node) -> list[Part]:
     zeros, index = operand_of(args["self"]), operand_of(args["index"])
     src = args.get("src")
     whole = write.layout == zeros.layout and write.layout.covers(write.value.buffer.nbytes)
-    if not isinstance(src, Operand) or "reduce" in args or fill_of(zeros) != 0 or not whole or len(node.writes) != 1:
+    plain = isinstance(src, Operand) and "reduce" not in args and fill_of(zeros) == 0 and len(node.writes) == 1
+    if not plain or not whole or not write.layout.dtype.is_floating_point:
         return lower_scatter(node)
     if not _one_of_each(index, zeros, args["dim"]) or not _lies_within(node, index, args["dim"]):
         return lower_scatter(node)

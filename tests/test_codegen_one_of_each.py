@@ -55,6 +55,7 @@ def test_extremes_along_rows_have_gradients_that_are_chosen() -> None:
     lambda x, i: (x * 2).gather(1, i[:3, :1]),
     lambda x, i: (x * 2).gather(1, i[:, :1]).sum(),
     lambda x, i: [(x * 2).gather(1, i[:, :1]), torch.zeros_like(x).scatter_add(1, i[:, :1], x[:, :1] + 1)],
+    lambda x, i: [(x * 2).gather(1, i[:, :1]), torch.zeros(7, 7, dtype=torch.bool).scatter(1, i[:, :1], x[:, :1] > 0)],
     lambda x, i: [x.sigmoid().gather(0, i[:1]), torch.zeros_like(x).scatter(0, i[:1], x[:1] + 1)],
 ])  # fmt: skip
 def test_others_are_what_they_were(program: Callable[[Tensor, Tensor], Tensor | list[Tensor]]) -> None:
