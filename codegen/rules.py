@@ -28,6 +28,8 @@ dropout, sum and norm in bfloat16: 148 us in rows of 768, 159 to 171 in rows of 
 kernels), but 224, 267 and 388 in rows of 384, 320 and 264, which no strips fit (193, 202, 274)."""
 
 
+SHORT = 128
+"""Elements of a row up to which it does not matter whether rows start on boundaries."""
 LONE = 1_000_000
 """Instructions of a program among few from which elementwise ops are a kernel of their own, whose programs fill the machine: four
 microseconds of a multiprocessor, more than the launch costs. On an H200, a softmax over columns of a cosine of a product over
@@ -97,7 +99,7 @@ def _lie_off(left: Group, right: Group) -> str:
     """Why two groups are better apart of which neither makes for the other what has an element for each of its own; "": they are
     not. Rows of 511 of 512 numbers start off boundaries in memory, and what could be read as one run would be read so."""
     cuts = forms.merge_cuts(left.cuts, right.cuts) if left.numel == right.numel else None
-    if not cuts or cuts[0] % KNOWN == 0 or all(_inmost(side) % KNOWN for side in (left, right)):
+    if not cuts or cuts[0] < SHORT or cuts[0] % KNOWN == 0 or all(_inmost(side) % KNOWN for side in (left, right)):
         return ""
     if any(one.loads.get(value, 0) >= one.numel for one, two in ((left, right), (right, left)) for value in two.stores):
         return ""
