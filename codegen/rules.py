@@ -91,7 +91,7 @@ def can_fuse(left: Group, right: Group) -> Joint | str:
     if joint.reduced is not None and (left.reduced is None or right.reduced is None) and _works_alone(left, right, joint):
         return "a few programs that reduce long rows would compute what many could"
     apart = one_pass.refused(left, right) if joint.reduced is not None else None
-    apart = apart or _lie_off(left, right) or across.refused(left, right, joint)
+    apart = apart or across.refused(left, right, joint) or _lie_off(left, right)
     return apart or _memory_reason(left, right, joint) or _split_reason(left, right, joint) or joint
 
 
