@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from tqdm import tqdm
 
-from benchmarks.common import save, table
+from benchmarks.common import table
 from benchmarks.contest import Contest, ratio
-from benchmarks.drawn import options, rows_of, summary
+from benchmarks.drawn import options, rows_of, summary, told
 from benchmarks.image_blocks import IMAGES
 from benchmarks.loss_blocks import LOSSES
 from benchmarks.model_blocks import Block, Input
@@ -98,10 +97,7 @@ def exact(block: Block, device: str = DEVICE) -> list[Tensor]:
 
 def measured(block: Block) -> dict[str, Any] | None:
     both = contest(block)
-    if why := both.refused():
-        tqdm.write(f"{block.name}: torch.compile fails, left out: {why}")
-        return None
-    return {"block": block.name, **both.row(exact(block))}
+    return None if both.left_out(block.name) else {"block": block.name, **both.row(exact(block))}
 
 
 def report(rows: Sequence[dict[str, Any]]) -> None:
@@ -117,11 +113,7 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
 def main(words: Sequence[str] | None = None) -> int:
     asked = options(__doc__, words, "block", 200.0, len(BLOCKS))
     rows = rows_of("benchmarks.blocks", "block", asked, BLOCKS[asked.seed : asked.seed + asked.count], compiled, measured)
-    if rows is None:
-        return 0
-    report(rows)
-    save("blocks", {"blocks": rows}, asked.output)
-    return 1 if any(map(wrong, rows)) else 0
+    return told("blocks", "blocks", rows, report, wrong, asked.output)
 
 
 if __name__ == "__main__":

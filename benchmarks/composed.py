@@ -15,12 +15,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from tqdm import tqdm
-
-from benchmarks.common import save, table
+from benchmarks.common import table
 from benchmarks.compositions import LARGEST, TINY, Composition, sizes
 from benchmarks.contest import Contest, ratio
-from benchmarks.drawn import options, rows_of, slower_or_wrong, summary
+from benchmarks.drawn import options, rows_of, slower_or_wrong, summary, told
 from benchmarks.shapes import DEVICE, wrong
 
 
@@ -55,12 +53,7 @@ def compiled(seed: int, largest: int) -> None:
 
 def measured(seed: int, largest: int) -> dict[str, Any] | None:
     program = drawn(seed, largest)
-    if program is None:
-        return None
-    if why := program.refused():
-        tqdm.write(f"{seed}: torch.compile fails, left out: {why}")
-        return None
-    return program.compared()
+    return None if program is None or program.left_out(str(seed)) else program.compared()
 
 
 def report(rows: Sequence[dict[str, Any]]) -> None:
@@ -80,11 +73,7 @@ def main(words: Sequence[str] | None = None) -> int:
     seeds, largest = range(asked.seed, asked.seed + asked.count), TINY if asked.tiny else LARGEST
     rows = rows_of("benchmarks.composed", "program", asked, seeds, partial(compiled, largest=largest),
                    partial(measured, largest=largest))  # fmt: skip
-    if rows is None:
-        return 0
-    report(rows)
-    save("composed", {"programs": rows}, asked.output)
-    return 1 if any(map(wrong, rows)) else 0
+    return told("composed", "programs", rows, report, wrong, asked.output)
 
 
 if __name__ == "__main__":

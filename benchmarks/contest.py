@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx.experimental.proxy_tensor import make_fx
+from tqdm import tqdm
 
 import lazy_backend
 from benchmarks.shapes import distance
@@ -50,6 +51,12 @@ class Contest:
         except BackendCompilerFailed as error:
             return str(error).splitlines()[0]
         return ""
+
+    def left_out(self, name: str) -> bool:
+        """Says so where torch.compile can't compile it."""
+        if why := self.refused():
+            tqdm.write(f"{name}: torch.compile fails, left out: {why}")
+        return bool(why)
 
     def first(self) -> None:
         """Runs the program once by each contestant, so that its kernels are on disk."""

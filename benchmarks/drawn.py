@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from benchmarks.common import in_workers
+from benchmarks.common import in_workers, save
 
 Case = TypeVar("Case")
 Row = dict[str, Any]
@@ -50,6 +50,16 @@ def rows_of(module: str, noun: str, asked: argparse.Namespace, cases: Sequence[C
         row = measured(case)
         rows += [row] if row is not None else []
     return rows
+
+
+def told(name: str, key: str, rows: list[Row] | None, report: Callable[[Sequence[Row]], None], wrong: Callable[[Row], bool],
+         output: Path | None) -> int:  # fmt: skip
+    """Reports the rows, saves them as ``key`` of ``name``'s results, and gives the exit status. None: a worker has none."""
+    if rows is None:
+        return 0
+    report(rows)
+    save(name, {key: rows}, output)
+    return 1 if any(map(wrong, rows)) else 0
 
 
 def slower_or_wrong(rows: Sequence[Row], ratio: Callable[[Row], float], wrong: Callable[[Row], bool]) -> list[Row]:

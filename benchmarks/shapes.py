@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lazy_backend
-from benchmarks.common import save, table
-from benchmarks.drawn import options, rows_of, slower_or_wrong, summary
+from benchmarks.common import table
+from benchmarks.drawn import options, rows_of, slower_or_wrong, summary, told
 from benchmarks.timing import gpu_seconds
 
 Op = Callable[[Tensor], Tensor]
@@ -171,11 +171,7 @@ def main(words: Sequence[str] | None = None) -> int:
     asked = options(__doc__, words, "case", 120.0, 400)
     chosen = cases(asked.seed, asked.count, asked.tiny)
     rows = rows_of("benchmarks.shapes", "case", asked, chosen, compiled, measured)
-    if rows is None:
-        return 0
-    report(rows)
-    save("shapes", {"cases": rows}, asked.output)
-    return 1 if any(map(wrong, rows)) else 0
+    return told("shapes", "cases", rows, report, wrong, asked.output)
 
 
 if __name__ == "__main__":

@@ -70,20 +70,9 @@ def _all_times(dims: Sequence[Resized], shift: float) -> list[int]:
 
 def _in_runs(layout: Layout, times: Sequence[int]) -> Layout:
     """The last dimensions each in two, the inner ones of so many elements."""
-    outer = len(layout.size) - len(times)
-    size, stride = layout.size[:outer], layout.stride[:outer]
-    for extent, step, run in zip(layout.size[outer:], layout.stride[outer:], times):
-        size, stride = (*size, extent // run, run), (*stride, step * run, step)
-    return replace(layout, size=size, stride=stride)
-
-
-def _repeated(layout: Layout, times: Sequence[int]) -> Layout:
-    """The last dimensions each in two, the inner ones of so many times the same element."""
-    outer = len(layout.size) - len(times)
-    size, stride = layout.size[:outer], layout.stride[:outer]
-    for extent, step, run in zip(layout.size[outer:], layout.stride[outer:], times):
-        size, stride = (*size, extent, run), (*stride, step, 0)
-    return replace(layout, size=size, stride=stride)
+    for dim, run in zip(reversed(range(len(layout.size))), reversed(times)):
+        layout = layout.in_runs(dim, run)
+    return layout
 
 
 def lower_nearest(shift: float) -> Callable[[Node], list[Part]]:
@@ -94,7 +83,7 @@ def lower_nearest(shift: float) -> Callable[[Node], list[Part]]:
         if times := _all_times(dims, shift):
             write = node.writes[0]
             lowering = Lowering(node, _in_runs(write.layout, times).size)
-            same = lowering.load(Operand(source.value, _repeated(source.layout, times)))
+            same = lowering.load(Operand(source.value, _in_runs(source.layout, [1] * len(times))))
             lowering.store(write.value, _in_runs(write.layout, times), same)
             return [lowering.part]
         places = {}

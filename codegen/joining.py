@@ -71,9 +71,9 @@ def _best(node: Node, sources: Sequence[Operand], dim: int, known: Known) -> Par
     extent, count = sources[0].layout.size[dim], len(sources)
     if count < 2 or extent < 2 or any(source.layout.size[dim] != extent for source in sources):
         return part
-    alike = [Operand(source.value, _in_two(source.layout, dim, 1)) for source in sources]
+    alike = [Operand(source.value, source.layout.in_runs(dim, extent)) for source in sources]
     try:
-        other = _chosen(node, _in_two(node.writes[0].layout, dim, count), alike, dim, known)
+        other = _chosen(node, node.writes[0].layout.in_runs(dim, extent), alike, dim, known)
         check_part(other)
     except Unsupported:
         return part
@@ -83,14 +83,6 @@ def _best(node: Node, sources: Sequence[Operand], dim: int, known: Known) -> Par
 def _loads(part: Part) -> int:
     return len({(access.value, access.form, access.byte_offset, access.shift, load.args) for load in part.instrs
                 if load.kind == "load" and load.level == FULL and (access := load.access) is not None})  # fmt: skip
-
-
-def _in_two(layout: Layout, dim: int, count: int) -> Layout:
-    """A dimension as ``count`` runs."""
-    extent, step = layout.size[dim] // count, layout.stride[dim]
-    size, stride = ((*of[:dim], *two, *of[dim + 1 :]) for of, two in (
-        (layout.size, (count, extent)), (layout.stride, (step * extent, step))))  # fmt: skip
-    return replace(layout, size=size, stride=stride)
 
 
 def _chosen(node: Node, out: Layout, sources: Sequence[Operand], dim: int, known: Known) -> Part:
@@ -177,10 +169,10 @@ def _first(start: int | None, extent: int) -> int:
 def _placed(lowering: Lowering, source: Operand, size: Size, starts: dict[int, int], known: Known) -> Instr:
     """The elements of ``source``, seen with ``size``, at their places in the full space, rounded to the result's dtype."""
     out = lowering.part.node.writes[0].layout.dtype
-    filled, layout, valid = fill_of(source), source.layout, _inside(lowering, size, starts)
+    filled, layout = fill_of(source), source.layout
     if filled is not None:
         return lowering.cast(lowering.cast(lowering.read(filled, compute_dtype(layout.dtype)), layout.dtype), out)
-    if valid is None:
+    if all(size[dim] == lowering.shape[dim] for dim in starts):
         return lowering.cast(lowering.load(source), out)
     mapper, wide = identity_mapper, list(size)
     for dim, start in starts.items():
@@ -200,18 +192,13 @@ def _inside(lowering: Lowering, size: Size, starts: dict[int, int]) -> Instr | N
     for dim, start in starts.items():
         if size[dim] != lowering.shape[dim]:
             here = within(lowering, start, size[dim], lowering.shape[dim], lowering.coord(dim))
-            valid = both(lowering, valid, here)
+            valid = lowering.both(valid, here)
     return valid
 
 
 def shares_loads(extent: int, whole: int) -> bool:
     """Is one element of a few read, so that all of these may read it, and share the load with who asks for it in their place?"""
     return extent == 1 and whole <= MOST_SOURCES
-
-
-def both(lowering: Lowering, one: Instr | None, other: Instr) -> Instr:
-    """True where both conditions hold; None always does."""
-    return other if one is None else lowering.expr("({0} & {1})", one, other, dtype=torch.bool)
 
 
 def within(lowering: Lowering, start: int, extent: int, whole: int, coordinate: Instr) -> Instr:

@@ -115,12 +115,12 @@ BITWISE: dict[str, Callable[[Node], list[Part]]] = {"pack_bits": packing.lower_p
 INDEXED: dict[str, Callable[[Node], list[Part]]] = {
     "index_select": indexing.lower_index_select,
     "embedding": indexing.lower_index_select,
-    "gather": one_of_each.lower_one_gathered,
     "index": indexing.lower_index,
     **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_"), indexing.lower_index_put),
     **dict.fromkeys(("index_copy", "index_copy_"), indexing.lower_index_copy),
-    **scattering.SCATTERS,
+    "gather": one_of_each.lower_one_gathered,
     **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_"), one_of_each.lower_one_scattered),
+    **dict.fromkeys(("index_add", "index_add_"), scattering.lower_index_add),
 }
 """Ops that take addresses from index tensors."""
 

@@ -216,6 +216,10 @@ class Lowering:
         return self.add(Instr("put", value.dtype, FULL, (value, *(index for index, _, _ in indices)), how, access,
                               tuple((stride, extent) for _, stride, extent in indices)))
 
+    def both(self, one: Instr | None, other: Instr) -> Instr:
+        """True where both conditions hold; None always does."""
+        return other if one is None else self.expr("({0} & {1})", one, other, dtype=torch.bool)
+
     def check(self, index: Instr, count: int, but: Instr | None = None, wrong: str = "an index is out of range") -> Instr:
         """``index``, which has to lie from 0 to below ``count`` or be ``but``: a kernel that finds another one stops and says
         what is ``wrong``."""

@@ -12,7 +12,7 @@ from codegen import forms
 from codegen.expressions import Unsupported
 from codegen.index_maps import Window
 from codegen.instructions import Instr, Part
-from codegen.joining import MOST_SOURCES, both, choose, shares_loads, within
+from codegen.joining import MOST_SOURCES, choose, shares_loads, within
 from codegen.limits import check_part
 from codegen.lowering import Lowering, fill_of
 from codegen.pulled import Known, Mapper, Puller, identity_mapper, window_mapper
@@ -28,19 +28,19 @@ def over_whole(part: Part, known: Known) -> Part:
     """``part``, or where it writes a run of each row, or every so many elements or rows, of what was only filled with a number,
     or of what another elementwise op has just made, one that writes the whole. A fill then has no reader, and a maker shares a
     kernel with the write."""
-    node, place = part.node, _place_of(part)
-    if place is None or not _are_alone(place.whole.value, node):
+    node, grid = part.node, _grid_of(part)
+    if grid is None or not _are_alone(grid.whole.value, node):
         return part
-    filled, maker = fill_of(place.whole) is not None, place.whole.value.producer
-    if maker is None or not filled and (maker.stage != node.stage or not _made_whole(known, place.whole)):
+    filled, maker = fill_of(grid.whole) is not None, grid.whole.value.producer
+    if maker is None or not filled and (maker.stage != node.stage or not _made_whole(known, grid.whole)):
         return part
-    lowering = Lowering(node, place.whole.layout.size)
+    lowering = Lowering(node, grid.whole.layout.size)
     try:
-        other = lowering.load(place.whole)
-        mapper, valid, guard = _through(place, part.numel, lowering)
-        held = {place.whole.value: (lowering.access(place.whole.value, place.whole.layout), other)}
+        other = lowering.load(grid.whole)
+        mapper, valid, guard = _through(grid, part.numel, lowering)
+        held = {grid.whole.value: (lowering.access(grid.whole.value, grid.whole.layout), other)}
         value = Puller(lowering, known, guard, held).part(part, mapper, 0, True)
-        lowering.store(node.writes[0].value, place.whole.layout, choose(lowering, valid, value, other))
+        lowering.store(node.writes[0].value, grid.whole.layout, choose(lowering, valid, value, other))
         check_part(lowering.part)
     except Unsupported:
         return part
@@ -48,7 +48,7 @@ def over_whole(part: Part, known: Known) -> Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Grid:
     """Where an elementwise part writes: in each dimension of the ``whole``, outermost first, so many elements (``extents``) from
     ``starts`` on."""
 
@@ -57,18 +57,18 @@ class Place:
     whole: Operand
 
 
-def _through(place: Place, numel: int, lowering: Lowering) -> tuple[Mapper, Instr, Instr | None]:
+def _through(grid: Grid, numel: int, lowering: Lowering) -> tuple[Mapper, Instr, Instr | None]:
     """How operands over the ``numel`` elements that are written are seen from the whole, where these lie in it, and where alone
     they may be read (None: anywhere)."""
     mapper, valid, guard, inner = identity_mapper, None, None, 1
-    for dim in reversed(range(len(place.extents))):
-        extent, whole, start = place.extents[dim], place.whole.layout.size[dim], place.starts[dim]
+    for dim in reversed(range(len(grid.extents))):
+        extent, whole, start = grid.extents[dim], grid.whole.layout.size[dim], grid.starts[dim]
         if extent != whole:
             mapper = window_mapper(Window(inner, extent, whole, start), numel, mapper)
             numel = numel // extent * whole
             here = within(lowering, start, extent, whole, lowering.coord(dim))
-            valid = both(lowering, valid, here)
-            guard = guard if shares_loads(extent, whole) else both(lowering, guard, here)
+            valid = lowering.both(valid, here)
+            guard = guard if shares_loads(extent, whole) else lowering.both(guard, here)
         inner *= whole
     assert valid is not None, "a part that writes everything"
     return mapper, valid, guard
@@ -82,7 +82,7 @@ def _waits(part: Part, maker: Node) -> bool:
     return any(value.producer is not None for node in late for value in node.inputs())
 
 
-def _place_of(part: Part) -> Place | None:
+def _grid_of(part: Part) -> Grid | None:
     """The elements of what was there before that an elementwise part writes; None where it writes all of them, or where these lie
     in no grid."""
     base, store = part.node.writes[0].base, stores(part).get(part.node.writes[0].value)
@@ -103,7 +103,7 @@ def _place_of(part: Part) -> Place | None:
         rest, unit = rest % stride, stride
     if sizes == extents:
         return None
-    return Place(tuple(extents), tuple(starts), Operand(base, Layout.contiguous(store.dtype, tuple(sizes))))
+    return Grid(tuple(extents), tuple(starts), Operand(base, Layout.contiguous(store.dtype, tuple(sizes))))
 
 
 def _are_alone(base: Value, writer: Node) -> bool:

@@ -105,12 +105,8 @@ def lower_pixel_unshuffle(node: Node) -> list[Part]:
 
 def _cut(layout: Layout, by: int) -> Layout:
     """Each of the last two dimensions in two, the inner one of ``by`` elements."""
-    pairs = list(zip(layout.size, layout.stride))
-    for dim in (len(pairs) - 1, len(pairs) - 2):
-        extent, stride = pairs[dim]
-        pairs[dim : dim + 1] = [(extent // by, stride * by), (by, stride)]
-    size, stride = zip(*pairs)
-    return replace(layout, size=size, stride=stride)
+    rank = len(layout.size)
+    return layout.in_runs(rank - 1, by).in_runs(rank - 2, by)
 
 
 def _channels(layout: Layout, by: int) -> Layout:

@@ -146,9 +146,7 @@ class Puller:
         if not conditions:
             return self
         (valid,) = conditions
-        if self.valid is not None:
-            valid = self.lowering.expr("({0} & {1})", self.valid, valid, dtype=torch.bool)
-        return replace(self, valid=valid)
+        return replace(self, valid=self.lowering.both(self.valid, valid))
 
     def _place(self, form: Form, mapper: Mapper) -> Instr:
         """The number that ``form`` gives each element."""

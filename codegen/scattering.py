@@ -95,10 +95,3 @@ def _what_there_was(node: Node, source: Operand) -> tuple[Value, list[Part]]:
     copy = Lowering(node, write.layout.size)
     copy.store(blank, write.layout, copy.load(source))
     return blank, [copy.part]
-
-
-SCATTERS = {
-    **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_"), lower_scatter),
-    **dict.fromkeys(("index_add", "index_add_"), lower_index_add),
-}
-"""Keyed by `ir_nodes.node.Node.name`."""

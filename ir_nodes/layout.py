@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -74,6 +74,13 @@ class Layout:
         """True where both see the same elements in the same order; the stride of a dimension of one element does not count."""
         same = (self.dtype, self.size, self.offset, self.flipped) == (other.dtype, other.size, other.offset, other.flipped)
         return same and all(n == 1 or a == b for n, a, b in zip(self.size, self.stride, other.stride))
+
+    def in_runs(self, dim: int, run: int) -> "Layout":
+        """Dimension ``dim``, not negative, as two, the inner one of ``run`` elements, which divides it."""
+        extent, step = self.size[dim], self.stride[dim]
+        size, stride = ((*of[:dim], *two, *of[dim + 1 :]) for of, two in (
+            (self.size, (extent // run, run)), (self.stride, (step * run, step))))  # fmt: skip
+        return replace(self, size=size, stride=stride)
 
     def covers(self, nbytes: int) -> bool:
         """True where a write through this layout overwrites all of a buffer of ``nbytes`` bytes."""
