@@ -21,13 +21,16 @@ from torch.overrides import TorchFunctionMode
 from benchmarks.common import table
 from benchmarks.contest import Contest, ratio
 from benchmarks.drawn import options, rows_of, summary, told
+from benchmarks.field_blocks import FIELDS
 from benchmarks.image_blocks import IMAGES
 from benchmarks.loss_blocks import LOSSES
 from benchmarks.model_blocks import Block, Input
+from benchmarks.sequence_blocks import SEQUENCES
 from benchmarks.shapes import DEVICE, wrong
 from benchmarks.transformer_blocks import TRANSFORMERS
+from benchmarks.update_blocks import UPDATES
 
-BLOCKS = [*TRANSFORMERS, *IMAGES, *LOSSES]
+BLOCKS = [*TRANSFORMERS, *IMAGES, *LOSSES, *SEQUENCES, *FIELDS, *UPDATES]
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 

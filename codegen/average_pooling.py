@@ -1,6 +1,7 @@
 """Lowers average pooling with its gradient, adaptive or not. Imports torch, `ir_nodes` and codegen's lowering modules.
 
-Both look at a few places for each element that they write, as max pooling does: no atomics, one order of sums.
+Both look at a few places for each element that they write, as max pooling does: no atomics, one order of sums. Windows that lie
+side by side are plain strides.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from codegen.instructions import Instr, Part
 from codegen.lowering import Lowering, arguments
 from codegen.pooling import MOST_TAPS, MOST_WINDOWS, Axis, Place, axes_of, inside, sum_at, taps, windows
 from codegen.promotion import compute_dtype
+from codegen.pulled import Known
 from codegen.reductions import divide, operand_of
+from codegen.whole_windows import in_runs, sums_of_runs
 from ir_nodes.node import Node, Operand
 
 
@@ -44,10 +47,13 @@ def _checked(node: Node, name: str) -> tuple[dict[str, Any], Operand]:
 # Windows of one size
 
 
-def lower_average_pool(node: Node) -> list[Part]:
+def lower_average_pool(node: Node, known: Known) -> list[Part]:
     """avg_pool2d: the windows' sums over how many elements each counts."""
     args, source = _checked(node, "self")
     axes = axes_of(args)
+    sizes, results = _side_by_side(axes), node.writes[0].layout.size[-2:]
+    if sizes and all(size * count <= extent for size, count, extent in zip(sizes, results, source.layout.size[-2:])):
+        return _sums_of_whole(node, known, source, sizes, [_rule(args).always or math.prod(sizes)])
     if axes[0].kernel * axes[1].kernel > MOST_TAPS:
         raise Unsupported(f"a window of more than {MOST_TAPS} elements")
     lowering = Lowering(node, node.writes[0].layout.size)
@@ -64,6 +70,9 @@ def lower_average_pool_backward(node: Node) -> list[Part]:
     """avg_pool2d_backward: the shares in the gradients of those windows that an element lies in."""
     args, grad = _checked(node, "grad_output")
     axes, rule = axes_of(args), _rule(args)
+    sizes = _side_by_side(axes)
+    if sizes and node.writes[0].layout.size[-2:] == tuple(map(math.prod, zip(sizes, grad.layout.size[-2:]))):
+        return _shares_of_whole(node, grad, sizes, [rule.always or math.prod(sizes)])
     if axes[0].windows * axes[1].windows > MOST_WINDOWS:
         raise Unsupported(f"elements that lie in more than {MOST_WINDOWS} windows")
     lowering = Lowering(node, node.writes[0].layout.size)
@@ -78,6 +87,35 @@ def lower_average_pool_backward(node: Node) -> list[Part]:
 
     lowering.write(0, sum_at(lowering, grad, places, share))
     return [lowering.part]
+
+
+def _side_by_side(axes: Sequence[Axis]) -> list[int]:
+    """The windows' sizes, if each begins where the one before it ends, the first with the first element."""
+    return [axis.kernel for axis in axes] if all(axis.kernel == axis.stride and not axis.padding for axis in axes) else []
+
+
+def _sums_of_whole(node: Node, known: Known, source: Operand, sizes: Sequence[int], divisors: Sequence[Any]) -> list[Part]:
+    """Averages of windows side by side."""
+    return sums_of_runs(node, known, source, sizes, MOST_TAPS, lambda lowering, total: _divided(lowering, total, divisors))
+
+
+def _shares_of_whole(node: Node, grad: Operand, sizes: Sequence[int], divisors: Sequence[Any]) -> list[Part]:
+    """The gradient of those averages: each element has a share in one."""
+    layout = in_runs(node.writes[0].layout, sizes)
+    lowering = Lowering(node, layout.size)
+    value = lowering.load(Operand(grad.value, in_runs(grad.layout, [1] * len(sizes))))
+    lowering.store(node.writes[0].value, layout, _divided(lowering, value, divisors))
+    return [lowering.part]
+
+
+def _divided(lowering: Lowering, total: Instr, divisors: Sequence[Any]) -> Instr:
+    for one in divisors:
+        if isinstance(one, int) and one > 0 and not one & (one - 1):  # exact
+            total = lowering.expr(f"{{0}} * {1 / one}", total, dtype=total.dtype)
+        else:
+            number = lowering.size(one, total.dtype) if isinstance(one, int) else lowering.read(one, total.dtype)
+            total = divide(lowering, total, number)
+    return total
 
 
 def _rule(args: dict[str, Any]) -> Rule:
@@ -122,9 +160,12 @@ def _averaged(lowering: Lowering, total: Instr, counts: Sequence[Instr], rule: R
 # Windows that cut a dimension in so many shares
 
 
-def lower_adaptive_pool(node: Node) -> list[Part]:
+def lower_adaptive_pool(node: Node, known: Known) -> list[Part]:
     """_adaptive_avg_pool2d: averages of as many windows as there are results."""
     _, source = _checked(node, "self")
+    sizes = _shares_alike(source.layout.size[-2:], node.writes[0].layout.size[-2:])
+    if sizes:
+        return _sums_of_whole(node, known, source, sizes, sizes)
     lowering = Lowering(node, node.writes[0].layout.size)
     rank, places, counts = len(lowering.shape), {}, []
     for dim, extent in zip((rank - 2, rank - 1), source.layout.size[-2:]):
@@ -141,6 +182,9 @@ def lower_adaptive_pool(node: Node) -> list[Part]:
 def lower_adaptive_pool_backward(node: Node) -> list[Part]:
     """_adaptive_avg_pool2d_backward: the shares in the gradients of those windows that an element lies in."""
     _, grad = _checked(node, "grad_output")
+    sizes = _shares_alike(node.writes[0].layout.size[-2:], grad.layout.size[-2:])
+    if sizes:
+        return _shares_of_whole(node, grad, sizes, sizes[::-1])
     lowering = Lowering(node, node.writes[0].layout.size)
     rank, places, counts = len(lowering.shape), {}, []
     for dim, results in zip((rank - 2, rank - 1), grad.layout.size[-2:]):
@@ -159,6 +203,11 @@ def lower_adaptive_pool_backward(node: Node) -> list[Part]:
 
     lowering.write(0, sum_at(lowering, grad, places, share))
     return [lowering.part]
+
+
+def _shares_alike(extents: Sequence[int], results: Sequence[int]) -> list[int]:
+    """How many elements each share has, if they are all as long."""
+    return [extent // count for extent, count in zip(extents, results)] if not any(map(int.__mod__, extents, results)) else []
 
 
 def _held(lowering: Lowering, text: str, span: Place, source: Operand) -> Instr:
@@ -186,8 +235,6 @@ def _from(lowering: Lowering, begin: Instr, end: Instr, longest: int, most: int)
     return [(place, lowering.expr("({0} < {1})", place, end, dtype=torch.bool)) for place in places]
 
 
-POOLS = {
-    "avg_pool2d": lower_average_pool, "avg_pool2d_backward": lower_average_pool_backward,
-    "_adaptive_avg_pool2d": lower_adaptive_pool, "_adaptive_avg_pool2d_backward": lower_adaptive_pool_backward,
-}
+POOLS = {"avg_pool2d": lower_average_pool, "_adaptive_avg_pool2d": lower_adaptive_pool}
+GRADIENTS = {"avg_pool2d_backward": lower_average_pool_backward, "_adaptive_avg_pool2d_backward": lower_adaptive_pool_backward}
 """Keyed by `ir_nodes.node.Node.name`."""

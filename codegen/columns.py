@@ -15,7 +15,7 @@ from codegen.body import Body
 from codegen.instructions import FULL
 from codegen.row_blocks import loop_lane
 from codegen.row_traits import loads, narrow, reads_again, sums_only, walks_again
-from codegen.tile import Strides
+from codegen.tile import Strides, rows_by_index
 from codegen.tuning import PIECE, PIECES, Tuning, power_of_two, snug_block
 
 HELD = 64
@@ -61,7 +61,8 @@ def runs_apart(body: Body, dims: Sequence[int], strides: Strides, kept: Sequence
                programs: int) -> tuple[int, int]:  # fmt: skip
     """Of how many of the ``kept`` dimensions, the outer ones, a program takes one index, so that the others are a run in memory,
     and the block of it, ``block`` or narrower: an index that is split off in each element does not tell the compiler how they
-    lie, who then loads one here and one there. (0, ``block``) where it knows, or where blocks would be much longer than runs.
+    lie, who then loads one here and one there. Where an index chooses rows, it is loaded once for each, not for each element.
+    (0, ``block``) where the compiler knows and none does, or where blocks would be much longer than runs.
 
     Very short runs count where they follow one another along what is reduced, if that is scanned, or long and done by so many
     ``programs``."""
@@ -70,7 +71,8 @@ def runs_apart(body: Body, dims: Sequence[int], strides: Strides, kept: Sequence
         runs -= 1
     along = math.prod(dims[dim] for dim in kept[runs:])
     narrower = min(block, power_of_two(along))
-    if runs <= 0 or along % KNOWN == 0:
+    chosen = any(rows_by_index(step, strides) for step in body.steps)
+    if runs <= 0 or along % KNOWN == 0 and not (chosen and along >= NARROWEST):
         return 0, block
     if along < NARROWEST:
         whole = along == narrower and _scans(body) or body.extent * along >= LONG and body.kept >= programs * along
@@ -131,7 +133,7 @@ def along_kept(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
             continue
         moving = [(stride, dim) for dim, stride in enumerate(strides[id(step)]) if stride > 0]
         if moving:
-            weight = math.prod(dims[dim] for _, dim in moving)
+            weight = body.numel if rows_by_index(step, strides) else math.prod(dims[dim] for _, dim in moving)
             few = _side_by_side(dims, moving, flags) * step.access.dtype.itemsize <= least
             votes.append(-weight if few or flags[min(moving)[1]] else weight)
     return sum(votes) > 0 if votes else body.column

@@ -10,6 +10,7 @@ rows of an M x N matrix are ((1, N),), its columns ((N, M * N),).
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 Form = tuple[tuple[int, int], ...]
@@ -150,6 +151,11 @@ def embed(form: Form, reduced: Reduced, numel: int) -> Form | None:
             strides.append(stride)
             left, stride, extent = left // step, stride * step, extent // step
     return collapse(tuple(reversed(sizes)), tuple(reversed(strides)))
+
+
+def touched(form: Form) -> int:
+    """How many elements ``form`` reaches: all whose indices differ along a dimension that it moves along."""
+    return math.prod(extent for extent, stride in form if stride)
 
 
 def along(form: Form, interval: tuple[int, int], numel: int) -> tuple[int, Form] | None:

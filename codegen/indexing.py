@@ -15,27 +15,18 @@ import torch
 
 from codegen import forms
 from codegen.expressions import Unsupported
-from codegen.instructions import Instr, Part, scratch_value
+from codegen.instructions import Instr, Part
 from codegen.lowering import Lowering, arguments
 from codegen.promotion import HALF, compute_dtype
-from codegen.reductions import operand_of, reduction, write_kept
+from codegen.reductions import operand_of, reduction
+from codegen.widened import WIDENED, Place, Sums, sums_for, tables_for, with_memory
 from ir_nodes.layout import Layout
 from ir_nodes.node import BufferKind, Node, Operand, Value
 
 FEW_ROWS = 4
 """Gradients of tables with so few rows are sums over the rows that ask for each: atomics would all meet on a few addresses."""
 
-OFTEN = 128
-"""Lookups for each of a table's rows from which its gradient is summed in several tables, or atomics would meet too often."""
-TABLES, FEWEST_TABLES, ALL_TABLES = 256, 8, 1 << 19
-"""How many tables at most and at least, and their elements together at most."""
-
-WIDENED = 1 << 25
-"""Elements of a 16-bit table up to which its gradient is summed in float32 memory of its own and converted afterwards."""
-
 Size = tuple[int, ...]
-Place = tuple[Instr, int, int]
-"""An index, the stride that it counts in, and the extent that it has to stay below."""
 
 
 def index_of(lowering: Lowering, operand: Operand, layout: Layout, count: int, wraps: bool = False, check: bool = True) -> Instr:
@@ -121,7 +112,7 @@ def lower_index(node: Node) -> list[Part]:
     return [lowering.part]
 
 
-def lower_index_put(node: Node) -> list[Part]:
+def lower_index_put(node: Node, scratch: int) -> list[Part]:
     """index_put_ and its like, with tensors of integers: stores, or float32 sums in an order that differs from run to run, unless
     each place gets one number; with a mask: see `lower_masked_put`."""
     args, write = arguments(node), node.writes[0]
@@ -132,18 +123,22 @@ def lower_index_put(node: Node) -> list[Part]:
         raise Unsupported(f"no kernel for {node.target}")
     given = [index.layout.size for index in args["indices"] if index is not None]
     others = [n for n, index in zip(write.layout.size, [*args["indices"], *[None] * len(write.layout.size)]) if index is None]
-    lowering = Lowering(node, _put_shape(args["indices"], given, others))
-    rest, places = _indexed(lowering, write.layout, args["indices"])
+    once = write.layout.dtype is not torch.bool and all(math.prod(size) == 1 for size in given)  # no place comes twice
+    adds = args["accumulate"] and not once
+    if adds:
+        check_order(compute_dtype(write.layout.dtype))
+    shape, front = _put_shape(args["indices"], given, others)
+    apart = sums_for(node, source, scratch, math.prod(shape)) if adds else None
+    into = apart or Sums(write.value, write.layout, write.base)
+    lowering = Lowering(node, shape)
+    rest, places = _indexed(lowering, into.layout, args["indices"])
     value = lowering.cast(lowering.load(values), write.layout.dtype)
-    adds = args["accumulate"]
-    if adds and write.layout.dtype is not torch.bool and all(math.prod(size) == 1 for size in given):  # no place comes twice
+    if args["accumulate"] and once:
         old = lowering.take(source, rest, places)
-        value, adds = lowering.cast(lowering.expr("{0} + {1}", old, value, dtype=old.dtype), write.layout.dtype), False
-    elif adds:
-        check_order(write.layout.dtype)
-    lowering.put(write.value, rest, places, value, "add" if adds else "set")
-    lowering.part.after = (write.base,)
-    return [lowering.part]
+        value = lowering.cast(lowering.expr("{0} + {1}", old, value, dtype=old.dtype), write.layout.dtype)
+    turns = into.turns(lowering, _counted(torch.broadcast_shapes(*given), front, len(others) - front, shape))
+    lowering.put(into.target, rest, [*turns, *places], value, "add" if adds else "set")
+    return into.around(lowering.part)
 
 
 def lower_masked_put(node: Node, args: dict[str, Any]) -> list[Part]:
@@ -192,10 +187,11 @@ def lower_index_copy(node: Node) -> list[Part]:
     return [lowering.part]
 
 
-def _put_shape(indices: Sequence[Operand | None], given: Sequence[Size], others: Sequence[int]) -> Size:
+def _put_shape(indices: Sequence[Operand | None], given: Sequence[Size], others: Sequence[int]) -> tuple[Size, int]:
+    """The shape of what is put, and how many of its dimensions come before the indices'."""
     dims = [dim for dim, index in enumerate(indices) if index is not None]
     front = dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
-    return (*others[:front], *torch.broadcast_shapes(*given), *others[front:])
+    return (*others[:front], *torch.broadcast_shapes(*given), *others[front:]), front
 
 
 def check_order(dtype: torch.dtype, allowed: Collection[torch.dtype] = (torch.float32,)) -> None:
@@ -223,46 +219,27 @@ def lower_embedding_backward(node: Node, scratch: int) -> list[Part]:
         raise Unsupported("a large table in 16 bits")
     check_order(compute_dtype(write.layout.dtype))
     assert flat
-    tables = _tables(rows * width) if flat >= OFTEN * rows else 1
-    layout = Layout.contiguous(torch.float32, (tables, rows, width))
-    last = scratch_value(scratch, layout.nbytes, node) if half or tables > 1 else write.value
-    parts = _sums_of_lookups(node, args, last, layout)
-    if tables > 1:
-        total, dims = reduction(node, Operand(last, layout), 0)
-        write_kept(total, 0, total.reduce("add", total.load(Operand(last, layout))), dims)
-        return [*parts, total.part]
-    if not half:
-        return parts
-    narrow = Lowering(node, write.layout.size)
-    narrow.write(0, narrow.load(Operand(last, Layout.contiguous(torch.float32, write.layout.size))))
-    return [*parts, narrow.part]
-
-
-def _tables(numel: int) -> int:
-    """How many tables of ``numel`` elements are summed. A power of two, for it becomes a part of the kernel, or 1 for few."""
-    most = min(TABLES, ALL_TABLES // max(numel, 1))
-    return 1 << most.bit_length() - 1 if most >= FEWEST_TABLES else 1
-
-
-def _sums_of_lookups(node: Node, args: dict[str, Any], sums: Value, layout: Layout) -> list[Part]:
-    """Zeros in ``sums``, [tables, rows, width], and the gradients that are added to them: each lookup's to one of the tables in
-    turn, so that few atomics meet on an address."""
-    grad, index, (tables, rows, width) = operand_of(args["grad_output"]), operand_of(args["indices"]), layout.size
-    blank = Value(sums.buffer, 0, node)
-    zeros = Lowering(node, layout.size if tables > 1 else layout.size[1:])
-    zeros.store(blank, Layout.contiguous(layout.dtype, zeros.shape), zeros.expr("0.0", dtype=torch.float32))
+    tables = tables_for(rows * width, flat * width)
+    into = with_memory(node, None, scratch, tables) if half or tables > 1 else _zeros_in_place(node)
     add = Lowering(node, (*index.layout.size, width))
     at = index_of(add, index, spread(index.layout, 0, 1), rows, check=False)
     if args["padding_idx"] >= 0:
         at = add.expr("tl.where({0} == {1}, -1, {0})", at, add.size(args["padding_idx"], at.dtype), dtype=at.dtype)
-    places = [(at, width, rows)]
-    if tables > 1:
-        steps = Layout.contiguous(torch.int32, index.layout.size).stride
-        turn = add.place(forms.collapse((*index.layout.size, width), (*steps, 0)))
-        places.insert(0, (add.expr(f"({{0}} % {tables})", turn, dtype=turn.dtype), rows * width, tables))
-    add.put(sums, Layout(layout.dtype, (1, width), (0, 1)), places, add.load(grad), "add")
-    add.part.after = (blank,)
-    return [zeros.part, add.part]
+    places = [*into.turns(add, _counted(index.layout.size, 0, 1, add.shape)), (at, width, rows)]
+    add.put(into.target, Layout(into.layout.dtype, (1, width), (0, 1)), places, add.load(grad), "add")
+    return into.around(add.part)
+
+
+def _zeros_in_place(node: Node) -> Sums:
+    write = node.writes[0]
+    blank, zeros = Value(write.value.buffer, 0, node), Lowering(node, write.layout.size)
+    zeros.store(blank, write.layout, zeros.expr("0.0", dtype=torch.float32))
+    return Sums(write.value, write.layout, blank, [zeros.part])
+
+
+def _counted(size: Size, before: int, after: int, shape: Size) -> forms.Form:
+    """The lookups of ``size``, with so many dimensions of ``shape`` before and after theirs, one after another."""
+    return forms.collapse(shape, (*(0,) * before, *Layout.contiguous(torch.int32, size).stride, *(0,) * after))
 
 
 def _row_sums(node: Node, args: dict[str, Any], grad: Operand, index: Operand) -> Part:

@@ -5,9 +5,7 @@ Places are computed in float32, as ATen's kernels do, or results would be other 
 
 from __future__ import annotations
 
-import itertools
 import math
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Callable, Sequence
 
@@ -18,8 +16,9 @@ from codegen.instructions import Instr, Part
 from codegen.lowering import Lowering, arguments
 from codegen.pooling import MOST_WINDOWS, Place, sum_at
 from codegen.promotion import HALF
+from codegen.pulled import Known
 from codegen.reductions import divide, operand_of
-from ir_nodes.layout import Layout
+from codegen.whole_windows import in_runs, sums_of_runs
 from ir_nodes.node import Node, Operand
 
 _FLOATS = (torch.float32, *HALF)
@@ -68,13 +67,6 @@ def _all_times(dims: Sequence[Resized], shift: float) -> list[int]:
     return found if all(found) else []
 
 
-def _in_runs(layout: Layout, times: Sequence[int]) -> Layout:
-    """The last dimensions each in two, the inner ones of so many elements."""
-    for dim, run in zip(reversed(range(len(layout.size))), reversed(times)):
-        layout = layout.in_runs(dim, run)
-    return layout
-
-
 def lower_nearest(shift: float) -> Callable[[Node], list[Part]]:
     """upsample_nearest and, with a ``shift`` of half an element, _upsample_nearest_exact: the element that each lies in."""
 
@@ -82,9 +74,9 @@ def lower_nearest(shift: float) -> Callable[[Node], list[Part]]:
         _, source, lowering, dims = _resized(node, "self")
         if times := _all_times(dims, shift):
             write = node.writes[0]
-            lowering = Lowering(node, _in_runs(write.layout, times).size)
-            same = lowering.load(Operand(source.value, _in_runs(source.layout, [1] * len(times))))
-            lowering.store(write.value, _in_runs(write.layout, times), same)
+            lowering = Lowering(node, in_runs(write.layout, times).size)
+            same = lowering.load(Operand(source.value, in_runs(source.layout, [1] * len(times))))
+            lowering.store(write.value, in_runs(write.layout, times), same)
             return [lowering.part]
         places = {}
         for dim, extent, results, factor in dims:
@@ -97,15 +89,14 @@ def lower_nearest(shift: float) -> Callable[[Node], list[Part]]:
     return lower
 
 
-def lower_nearest_backward(shift: float) -> Callable[[Node], list[Part]]:
+def lower_nearest_backward(shift: float) -> Callable[[Node, Known], list[Part]]:
     """The sums of the gradients of all that took an element."""
 
-    def lower(node: Node) -> list[Part]:
+    def lower(node: Node, known: Known) -> list[Part]:
         _, grad, lowering, dims = _resized(node, "grad_output")
         times = _all_times([(dim, extent, results, factor) for dim, results, extent, factor in dims], shift)
-        if times and math.prod(times) <= MOST_WINDOWS:
-            lowering.write(0, _run_sums(lowering, grad, times))
-            return [lowering.part]
+        if times:
+            return sums_of_runs(node, known, grad, times, MOST_WINDOWS)
         places = {dim: _takers(lowering, dim, results, extent, factor, shift) for dim, results, extent, factor in dims}
         if math.prod(map(len, places.values())) > MOST_WINDOWS:
             raise Unsupported(f"elements that more than {MOST_WINDOWS} others took")
@@ -113,20 +104,6 @@ def lower_nearest_backward(shift: float) -> Callable[[Node], list[Part]]:
         return [lowering.part]
 
     return lower
-
-
-def _run_sums(lowering: Lowering, grad: Operand, times: Sequence[int]) -> Instr:
-    """The sums over runs of so many elements along the last dimensions, in ATen's order."""
-    layout, outer = grad.layout, len(grad.layout.size) - len(times)
-    size = (*layout.size[:outer], *(extent // run for extent, run in zip(layout.size[outer:], times)))
-    stride = (*layout.stride[:outer], *(step * run for step, run in zip(layout.stride[outer:], times)))
-    total: Instr | None = None
-    for numbers in itertools.product(*map(range, times)):
-        offset = layout.offset + sum(number * step for number, step in zip(numbers, layout.stride[outer:]))
-        term = lowering.load(Operand(grad.value, replace(layout, size=size, stride=stride, offset=offset)))
-        total = term if total is None else lowering.expr("{0} + {1}", total, term, dtype=term.dtype)
-    assert total is not None
-    return total
 
 
 def _takers(lowering: Lowering, dim: int, results: int, extent: int, factor: Any, shift: float) -> list[Place]:
@@ -177,8 +154,13 @@ def _around(lowering: Lowering, dim: int, extent: int, results: int, factor: Any
 RESIZES = {
     **{f"upsample_nearest{rank}d": lower_nearest(0.0) for rank in (1, 2, 3)},
     **{f"_upsample_nearest_exact{rank}d": lower_nearest(0.5) for rank in (1, 2, 3)},
-    **{f"upsample_nearest{rank}d_backward": lower_nearest_backward(0.0) for rank in (1, 2, 3)},
-    **{f"_upsample_nearest_exact{rank}d_backward": lower_nearest_backward(0.5) for rank in (1, 2, 3)},
     "upsample_bilinear2d": lower_bilinear,
 }
 """Keyed by `ir_nodes.node.Node.name`."""
+
+
+GRADIENTS = {
+    **{f"upsample_nearest{rank}d_backward": lower_nearest_backward(0.0) for rank in (1, 2, 3)},
+    **{f"_upsample_nearest_exact{rank}d_backward": lower_nearest_backward(0.5) for rank in (1, 2, 3)},
+}
+"""The same of what has to know what makes its operands."""

@@ -33,7 +33,7 @@ from codegen.row_traits import (
 )
 from codegen.shares import evenly, steps_ahead, walked_by
 from codegen.strips import registers_held, strip_of, strip_warps, strips_of, walking
-from codegen.tile import Axis, Strides, Tile, addressed, warps_for
+from codegen.tile import Axis, Strides, Tile, addressed, reached, rows_by_index, warps_for
 from codegen.tuning import Tuning, power_of_two
 from ir_nodes import settings
 
@@ -72,9 +72,10 @@ def _laid_out(body: Body, tuning: Tuning, share: int, shares: int) -> Tile:
 def _main(body: Body, strides: Strides) -> Step | None:
     """The access whose memory order the tile follows: what is stored, else what is loaded, over the whole space. Elementwise ones
     have squares for operands that lie across; other bodies follow the order in which most bytes lie."""
-    full = [step for step in body.steps if step.level == FULL and step.access is not None and not step.access.scattered]
+    full = [step for step in body.steps if step.level == FULL and step.access is not None
+            and (not step.access.scattered or rows_by_index(step, strides))]
     stores = [step for step in full if step.stage == "store"]
-    whole = [step for step in full if math.prod(n for n, s in step.form if s) == body.numel]
+    whole = [step for step in full if reached(step, body, strides) == body.numel]
     dense = [step for step in whole if not stores or step.stage == "store"]
     candidates = dense or stores or full or [step for step in body.steps if step.stage == "store"]
     if body.reduced is not None and not dense and not stores:
@@ -83,7 +84,7 @@ def _main(body: Body, strides: Strides) -> Step | None:
         most = max(along.values(), default=0)  # small operands, in a cache: most of them in order
         candidates = [step for step in candidates if along[_innermost(strides[id(step)])] == most] or candidates
     if body.reduced is None or not dense:
-        return max(candidates, key=lambda step: math.prod(n for n, stride in step.form if stride), default=None)
+        return max(candidates, key=lambda step: reached(step, body, strides), default=None)
     ends = [_innermost(strides[id(step)]) for step in whole]
     moved: Counter[int] = Counter()
     for dim, step in zip(ends, whole):

@@ -104,8 +104,12 @@ JOINS: dict[str, Callable[[Node, Known], list[Part]]] = {
 """Ops that choose by index between what they read."""
 
 
-TURNED: dict[str, Callable[[Node, Known], list[Part]]] = {"flip": scans.lower_flip}
-"""Ops that reverse dimensions, which scans may have done already."""
+THROUGH: dict[str, Callable[[Node, Known], list[Part]]] = {
+    "flip": scans.lower_flip,
+    **average_pooling.POOLS,
+    **interpolation.GRADIENTS,
+}
+"""Ops for which it matters what makes their operands."""
 
 
 BITWISE: dict[str, Callable[[Node], list[Part]]] = {"pack_bits": packing.lower_pack, "unpack_bits": packing.lower_unpack}
@@ -116,13 +120,18 @@ INDEXED: dict[str, Callable[[Node], list[Part]]] = {
     "index_select": indexing.lower_index_select,
     "embedding": indexing.lower_index_select,
     "index": indexing.lower_index,
-    **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_"), indexing.lower_index_put),
     **dict.fromkeys(("index_copy", "index_copy_"), indexing.lower_index_copy),
     "gather": one_of_each.lower_one_gathered,
+}
+"""Ops that read where index tensors say."""
+
+
+PUT: dict[str, Callable[[Node, int], list[Part]]] = {
+    **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_"), indexing.lower_index_put),
     **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_"), one_of_each.lower_one_scattered),
     **dict.fromkeys(("index_add", "index_add_"), scattering.lower_index_add),
 }
-"""Ops that take addresses from index tensors."""
+"""Ops that write where index tensors say."""
 
 
 PLACED: dict[str, Callable[[Node], list[Part]]] = {
@@ -132,7 +141,7 @@ PLACED: dict[str, Callable[[Node], list[Part]]] = {
     "roll": positions.lower_roll,
     "pixel_shuffle": positions.lower_pixel_shuffle,
     "pixel_unshuffle": positions.lower_pixel_unshuffle,
-    **average_pooling.POOLS,
+    **average_pooling.GRADIENTS,
     **interpolation.RESIZES,
     **reflections.PADS,
 }
@@ -179,6 +188,8 @@ def _lower_named(node: Node, scratch: int, tuning: Tuning, known: Known) -> list
         return statistics.lower_extreme_along(node.name)(node, scratch)
     if node.name in REDUCTIONS:
         return REDUCTIONS[node.name](node, scratch)
+    if node.name in PUT:
+        return PUT[node.name](node, scratch)
     if node.name in PAIRED:
         return PAIRED[node.name](node, scratch, known)
     if node.name in DRAWS:
@@ -187,8 +198,8 @@ def _lower_named(node: Node, scratch: int, tuning: Tuning, known: Known) -> list
         if not settings.enabled("windows"):
             raise Unsupported("windows is switched off")
         return JOINS[node.name](node, known)
-    if node.name in TURNED:
-        return TURNED[node.name](node, known)
+    if node.name in THROUGH:
+        return THROUGH[node.name](node, known)
     for table in (INDEXED, PLACED, RESULTS, BITWISE):
         if node.name in table:
             return table[node.name](node)

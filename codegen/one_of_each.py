@@ -39,7 +39,7 @@ def lower_one_gathered(node: Node) -> list[Part]:
     return [lowering.part]
 
 
-def lower_one_scattered(node: Node) -> list[Part]:
+def lower_one_scattered(node: Node, scratch: int) -> list[Part]:
     """scatter and scatter_add, where one number of each row goes into zeros: an elementwise choice."""
     args, write = arguments(node), node.writes[0]
     zeros, index = operand_of(args["self"]), operand_of(args["index"])
@@ -47,9 +47,9 @@ def lower_one_scattered(node: Node) -> list[Part]:
     whole = write.layout == zeros.layout and write.layout.covers(write.value.buffer.nbytes)
     plain = isinstance(src, Operand) and "reduce" not in args and fill_of(zeros) == 0 and len(node.writes) == 1
     if not plain or not whole or not write.layout.dtype.is_floating_point:
-        return lower_scatter(node)
+        return lower_scatter(node, scratch)
     if not _one_of_each(index, zeros, args["dim"]) or not _lies_within(node, index, args["dim"]):
-        return lower_scatter(node)
+        return lower_scatter(node, scratch)
     lowering = Lowering(node, write.layout.size)
     fits = "tl.where(({0} >= 0) & ({0} <= 2147483647), {0}, -1).to(tl.int32)"
     at = lowering.expr(fits, lowering.load(index), dtype=torch.int32)

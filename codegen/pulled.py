@@ -14,6 +14,8 @@ from codegen.forms import Form
 from codegen.index_maps import Window, in_memory_order, repeated, through
 from codegen.instructions import FULL, Instr, MemAccess, Part, place
 from codegen.lowering import Lowering
+from codegen.promotion import HALF, compute_dtype
+from ir_nodes import settings
 from ir_nodes.node import Buffer, Node, Operand, Value
 
 MAX_DEPTH, MAX_EXPRESSIONS, MAX_LOADS = 5, 10, 3
@@ -165,6 +167,15 @@ class Puller:
         plain = not any(costly in text for text in texts for costly in _COSTLY)
         stores = [instr for instr in part.instrs if instr.kind == "store"]
         return fits and (plain or once) and len(stores) == 1 and not access.shift
+
+
+def read_through(lowering: Lowering, known: Known, operand: Operand) -> Instr:
+    """The operand's elements over the whole space, or what makes them, where that is cheap."""
+    if not settings.enabled("windows"):
+        return lowering.load(operand)
+    dtype = operand.layout.dtype
+    access = lowering.access(operand.value, operand.layout)
+    return Puller(lowering, known, None).operand(access, compute_dtype(dtype), dtype if dtype in HALF else None, identity_mapper)
 
 
 def copied(part: Part, leaf: Callable[[Instr, tuple[Instr, ...]], Instr | None], add: Callable[[Instr], Instr]) -> Instr:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 
 from codegen.body import Body, Step
+from codegen.forms import touched
 from codegen.instructions import FULL, KEPT, work_of
 from codegen.online import pairs
 from codegen.tuning import Tuning
@@ -38,7 +38,7 @@ def narrow(body: Body) -> bool:
 def loads(body: Body) -> int:
     """How many operands a reduction reads element by element, each from a place of its own."""
     full = [step for step in body.steps if step.stage == "load" and step.level == FULL]
-    return sum(math.prod(n for n, stride in step.form if stride) * 2 > body.numel for step in full)
+    return sum(touched(step.form) * 2 > body.numel for step in full)
 
 
 def reductions(body: Body) -> int:
@@ -78,7 +78,7 @@ def reads_again(body: Body) -> bool:
     by element through shared memory, then takes longer than what it would hide. On an H200 the sums of 2,048 x 512 x 64
     differences take 337 us so."""
     full = [step for step in body.steps if step.stage == "load" and step.level == FULL]
-    return bool(full) and all(math.prod(n for n, stride in step.form if stride) * AGAIN <= body.numel for step in full)
+    return bool(full) and all(touched(step.form) * AGAIN <= body.numel for step in full)
 
 
 def makes_gradient(body: Body) -> bool:

@@ -2,8 +2,8 @@
 codegen's lowering modules.
 
 Where several numbers go to one place, which of them stays is left open, and the order of sums differs from run to run, as in
-ATen's kernels, which round 16-bit sums after each number, too. GPUs add 16-bit numbers several at a time, and one by one in a
-loop that waits for its turn: only rows that lie on boundaries are added here.
+ATen's kernels, which round 16-bit sums after each number, too. GPUs add 16-bit numbers several at a time where rows lie on
+boundaries; others are summed in float32 (`codegen.widened`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import torch
 
 from codegen.aligned import KNOWN
 from codegen.expressions import Unsupported
+from codegen.forms import Form, collapse
 from codegen.indexing import check_order, index_of, spread, without
 from codegen.instructions import Instr, Part
 from codegen.lowering import Lowering, arguments
 from codegen.promotion import HALF
 from codegen.reductions import operand_of
+from codegen.widened import Sums, sums_for
 from ir_nodes.layout import Layout
 from ir_nodes.node import BufferKind, Node, Operand, Value
 
@@ -27,7 +29,7 @@ _SUMMED = (torch.float32, torch.float64, *HALF, torch.int32, torch.int64)
 """What GPUs add to memory at once."""
 
 
-def lower_scatter(node: Node) -> list[Part]:
+def lower_scatter(node: Node, scratch: int) -> list[Part]:
     """scatter with a number or with a tensor, and scatter_add."""
     args, write = arguments(node), node.writes[0]
     if "reduce" in args:
@@ -42,10 +44,10 @@ def lower_scatter(node: Node) -> list[Part]:
     else:
         source = operand_of(args["src"])
         value = lowering.load(Operand(source.value, replace(source.layout, size=index.layout.size)))
-    return _into(node, args, lowering, index, index.layout, lowering.cast(value, write.layout.dtype), adds)
+    return _into(node, args, lowering, index, index.layout, lowering.cast(value, write.layout.dtype), adds, scratch)
 
 
-def lower_index_add(node: Node) -> list[Part]:
+def lower_index_add(node: Node, scratch: int) -> list[Part]:
     """index_add: sums of slices."""
     args, write = arguments(node), node.writes[0]
     index, source = operand_of(args["index"]), operand_of(args["source"])
@@ -55,43 +57,51 @@ def lower_index_add(node: Node) -> list[Part]:
     lowering = Lowering(node, source.layout.size)
     value, alpha = lowering.load(source), lowering.read(args.get("alpha", 1), write.layout.dtype)
     scaled = lowering.expr("{0} * {1}", value, alpha, dtype=value.dtype)
-    return _into(node, args, lowering, index, spread(index.layout, 0, rank - args["dim"] % rank - 1), scaled, True)
+    return _into(node, args, lowering, index, spread(index.layout, 0, rank - args["dim"] % rank - 1), scaled, True, scratch)
 
 
 def _into(node: Node, args: dict[str, Any], lowering: Lowering, index: Operand, seen: Layout, value: Instr,
-          adds: bool) -> list[Part]:
+          adds: bool, scratch: int) -> list[Part]:
     """``value`` at the places along ``dim`` that ``index``, seen through ``seen``, names; elsewhere stays what there was."""
-    write = node.writes[0]
+    write, source = node.writes[0], operand_of(args["self"])
+    dim = args["dim"] % len(write.layout.size)
     if adds:
         check_order(write.layout.dtype, _SUMMED)
-        if write.layout.dtype in HALF and not (node.name.startswith("index_add") and _in_whole_rows(write.layout, args["dim"])):
-            raise Unsupported("16-bit sums at single places")
-    dim = args["dim"] % len(write.layout.size)
+    together = node.name.startswith("index_add") and _in_whole_rows(write.layout, dim)
+    into = (adds and sums_for(node, source, scratch, lowering.part.numel, together)) or _in_place(node, source)
     at = index_of(lowering, index, seen, write.layout.size[dim])
-    rest = without(replace(write.layout, size=lowering.shape), (dim,))
-    before, parts = _what_there_was(node, operand_of(args["self"]))
-    lowering.put(write.value, rest, [(at, write.layout.stride[dim], write.layout.size[dim])], value, "add" if adds else "set")
-    lowering.part.after = (before,)
-    return [*parts, lowering.part]
+    rest = without(replace(into.layout, size=lowering.shape), (dim,))
+    places = [*into.turns(lowering, _counted(seen, lowering.shape)), (at, into.layout.stride[dim], into.layout.size[dim])]
+    lowering.put(into.target, rest, places, value, "add" if adds else "set")
+    return into.around(lowering.part)
+
+
+def _counted(index: Layout, shape: tuple[int, ...]) -> Form:
+    """Places where ``index``, seen over ``shape``, names another element, one after another."""
+    steps, step = [], 1
+    for size, stride in zip(reversed(index.size), reversed(index.stride)):
+        steps.append(step if stride else 0)
+        step *= size if stride else 1
+    return collapse(shape, tuple(reversed(steps)))
 
 
 def _in_whole_rows(layout: Layout, dim: int) -> bool:
     """Are rows of whole vectors, each of which begins on a boundary, indexed along ``dim``?"""
-    rest = [(size, stride) for at, (size, stride) in enumerate(zip(layout.size, layout.stride)) if at != dim % len(layout.size)]
+    rest = [(size, stride) for at, (size, stride) in enumerate(zip(layout.size, layout.stride)) if at != dim]
     starts = [stride for size, stride in rest if size > 1 and stride != 1]
     along = any(stride == 1 and size % KNOWN == 0 for size, stride in rest)
     return along and not any(stride % KNOWN for stride in (*starts, layout.stride[dim], layout.offset))
 
 
-def _what_there_was(node: Node, source: Operand) -> tuple[Value, list[Part]]:
-    """What the result's memory holds before, and the part that copies it there where the op does not change memory in place."""
+def _in_place(node: Node, source: Operand) -> Sums:
+    """The result's memory, and the part that copies ``source`` there where the op does not change memory in place."""
     write = node.writes[0]
     if write.base is not None and source.value is write.base and source.layout == write.layout:
-        return write.base, []
+        return Sums(write.value, write.layout, write.base)
     whole = write.base is None and write.layout.covers(write.value.buffer.nbytes)
     if write.value.buffer.kind is not BufferKind.FRESH or not whole:
         raise Unsupported("into memory that is in use")
     blank = Value(write.value.buffer, 0, node)
     copy = Lowering(node, write.layout.size)
     copy.store(blank, write.layout, copy.load(source))
-    return blank, [copy.part]
+    return Sums(write.value, write.layout, blank, [copy.part])

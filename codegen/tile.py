@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from codegen.aligned import walked
 from codegen.body import Body, Step
 from codegen.cached_rows import Walk
+from codegen.forms import touched
 from codegen.tuning import power_of_two
 
 Strides = dict[int, tuple[int, ...]]
@@ -83,6 +84,16 @@ class Tile:
 def addressed(body: Body) -> list[Step]:
     """Steps that have an address pattern."""
     return [step for step in body.steps if step.stage in ("load", "store", "gather", "take", "coord", "random", "dot")]
+
+
+def rows_by_index(step: Step, strides: Strides) -> bool:
+    """Are rows, or parts of them, read or written where an index says, their numbers side by side?"""
+    return step.access is not None and step.access.scattered and 1 in strides.get(id(step), ())
+
+
+def reached(step: Step, body: Body, strides: Strides) -> int:
+    """How many of the body's elements the step moves: all where an index chooses rows."""
+    return body.numel if rows_by_index(step, strides) else touched(step.form)
 
 
 def warps_for(elements: int, per_lane: int, most: int = 16) -> int:

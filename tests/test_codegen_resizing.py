@@ -7,7 +7,7 @@ from typing import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import check, record
+from graphs import check, kernels, record
 
 from codegen.fuse import lower_all
 
@@ -39,7 +39,12 @@ POOLS: dict[str, Callable[[Tensor], Tensor]] = {
     "rounded up, padding does not count": lambda x: F.avg_pool2d(x, 2, 2, 1, ceil_mode=True, count_include_pad=False),
     "with gaps": lambda x: F.avg_pool2d(x, 2, 3),
     "by a number": lambda x: F.avg_pool2d(x, 3, 1, divisor_override=5),
+    "side by side": lambda x: F.avg_pool2d(x, (3, 2)),
+    "side by side, by a number": lambda x: F.avg_pool2d(x, (1, 2), divisor_override=3),
+    "side by side, by a power of two": lambda x: F.avg_pool2d(x, (1, 2)),
+    "side by side, large": lambda x: F.avg_pool2d(x, (9, 5)),
     "adaptive": lambda x: F.adaptive_avg_pool2d(x, (3, 2)),
+    "adaptive, large shares": lambda x: F.adaptive_avg_pool2d(x, (1, 2)),
     "adaptive, whole shares": lambda x: F.adaptive_avg_pool2d(x, (9, 5)),
     "adaptive, more than there are": lambda x: F.adaptive_avg_pool2d(x, (11, 13)),
 }
@@ -56,9 +61,22 @@ def test_average_pools_of_other_images() -> None:
     check(with_gradient(POOLS["adaptive"]), image(3, 9, 7, dtype=torch.float64))
     check(lambda x: F.avg_pool2d(x, 2).relu() + 1, image(2, 3, 8, 8, dtype=torch.bfloat16), count=1, rtol=1e-2, atol=1e-2)
     check(lambda x: F.avg_pool1d(x, 3, 2), image(4, 3, 33), rtol=1e-5, atol=1e-6)
+    for name in ("side by side", "side by side, large", "adaptive, large shares"):
+        check(with_gradient(POOLS[name]), image(2, 8, 9, 10).to(memory_format=torch.channels_last), rtol=1e-5, atol=1e-6)
+
+
+def test_windows_side_by_side_have_no_conditions() -> None:
+    def program(x: Tensor) -> Tensor:
+        return F.avg_pool2d(x.relu(), 2)
+
+    made = check(program, image(2, 3, 8, 12, dtype=torch.bfloat16), count=1)  # which computes what it reads
+    assert "other=0" not in kernels(made)[0].kernel.source
+    made = check(with_gradient(program), image(2, 3, 8, 12), extern=0)
+    assert not any("other=0" in step.kernel.source for step in kernels(made))
 
 
 NEAREST: dict[str, Callable[[Tensor], Tensor]] = {
+    "five times": lambda x: F.interpolate(x, (45, 50)),
     "twice": lambda x: F.interpolate(x, scale_factor=2),
     "a half": lambda x: F.interpolate(x, scale_factor=0.5),
     "odd sizes": lambda x: F.interpolate(x, (13, 17)),
@@ -112,10 +130,10 @@ def test_pixel_shuffles() -> None:
 
 
 @pytest.mark.parametrize(("program", "why"), [
-    (lambda x: F.avg_pool2d(x, 6), "a window of more than 25 elements"),
+    (lambda x: F.avg_pool2d(x, 6, 1), "a window of more than 25 elements"),
     (lambda x: with_gradient(lambda x: F.avg_pool2d(x, 5, 1))(x), "elements that lie in more than 16 windows"),
-    (lambda x: F.adaptive_avg_pool2d(x, (2, 1)), "a window of more than 25 elements"),
-    (lambda x: with_gradient(lambda x: F.interpolate(x, scale_factor=5))(x), "elements that more than 16 others took"),
+    (lambda x: F.adaptive_avg_pool2d(x, (3, 1)), "a window of more than 25 elements"),
+    (lambda x: with_gradient(lambda x: F.interpolate(x, size=37))(x), "elements that more than 16 others took"),
     (lambda x: F.interpolate(x.double(), scale_factor=2), "resizing of float64"),
 ], ids=["window", "gradient", "adaptive", "nearest", "float64"])
 def test_what_is_atens(program: Callable[[Tensor], Tensor], why: str) -> None:

@@ -6,10 +6,10 @@ import re
 
 import pytest
 import torch
-from graphs import CACHE, check, kernels, record
+from graphs import CACHE, check, execute, externs, kernels, record, typed
 
 from codegen import triton_compile
-from codegen.fuse import lower_all
+from codegen.fuse import lower_all, plan
 
 aten = torch.ops.aten
 
@@ -64,6 +64,22 @@ def test_16_bit_sums_of_whole_rows_are_added_several_at_a_time(dtype: torch.dtyp
     assert re.search(r"red\.global\.\S*add\.noftz\.(v\d\.|)b?f16", code) and re.search(r"noftz\.v[48]|f16x2", code)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bit_sums_at_single_places_are_rounded_once(dtype: torch.dtype) -> None:
+    """ATen's are after each number."""
+    def exact(x: torch.Tensor, i: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.scatter_add(1, i, s), x[:, :5].index_add(0, i[:, 0] % 7, s)
+
+    x, source = data(7, 9, dtype=dtype), data(6, 5, dtype=dtype)
+    index = torch.randint(0, 9, (6, 5), generator=torch.Generator().manual_seed(3))
+    recording, results = record(exact, x, index, source)
+    made = plan(recording.graph)
+    assert not externs(made)
+    got = execute(recording, made)
+    for output, result, wanted in zip(recording.graph.outputs(), results, exact(x.double(), index, source.double())):
+        torch.testing.assert_close(typed(got[output.buffer.index], result), wanted.to(dtype), rtol=0, atol=0)
+
+
 def test_the_gradient_of_a_gather() -> None:
     def program(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         x = x.detach().requires_grad_()
@@ -75,10 +91,9 @@ def test_the_gradient_of_a_gather() -> None:
 @pytest.mark.parametrize(("program", "why"), [
     (lambda x, i: x.scatter(0, i, x, reduce="add"), "no kernel for aten::scatter.reduce"),
     (lambda x, i: x.bool().scatter_add(0, i, x.bool()), "atomic sums of bool"),
-    (lambda x, i: x.bfloat16().scatter_add(0, i, x.bfloat16()), "16-bit sums at single places"),
-    (lambda x, i: x.bfloat16().index_add(0, i[0], x.bfloat16()), "16-bit sums at single places"),
+    (lambda x, i: x.bfloat16()[:1].expand(1 << 22, 4).scatter_add(0, i, x.bfloat16()), "a large table in 16 bits"),
     (lambda x, i: x.index_add(0, i[0, 0], x[:1]), "an index of no dimension"),
-], ids=["reduce", "bool", "bfloat16", "rows off boundaries", "no dimension"])
+], ids=["reduce", "bool", "large", "no dimension"])
 def test_what_is_atens(program: object, why: str) -> None:
     recording, _ = record(program, data(4, 4), torch.zeros(4, 4, dtype=torch.int64))
     assert why in " ".join(unit.reason for unit in lower_all(recording.graph))
@@ -91,3 +106,22 @@ def test_sums_whose_order_must_not_vary_are_atens() -> None:
         assert any("deterministic" in unit.reason for unit in lower_all(recording.graph))
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_many_numbers_for_few_places_go_to_several_tables(dtype: torch.dtype) -> None:
+    """The gradient of a relative position's bias: atomics on 24 addresses would wait for one another."""
+    def program(v: torch.Tensor, i: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        put = aten._index_put_impl_(torch.zeros(8, 3, dtype=v.dtype, device=v.device), [i], v, True, False)
+        columns = torch.zeros(3, 8, dtype=v.dtype).index_add_(1, i.flatten(), v.view(-1, 3).t())
+        return put, columns, torch.zeros(8, 3, dtype=v.dtype).scatter_add_(0, i.view(-1, 1).expand(-1, 3), v.view(-1, 3))
+
+    index = torch.randint(0, 8, (64, 40), generator=torch.Generator().manual_seed(3))
+    values = data(64, 40, 3).to(dtype)
+    recording, results = record(program, values, index)
+    made = plan(recording.graph)
+    assert not externs(made) and sum("% 256" in step.kernel.source for step in kernels(made)) == 3
+    got = execute(recording, made)
+    exact = torch.zeros(8, 3, dtype=torch.float64).index_add(0, index.flatten(), values.double().view(-1, 3))
+    for output, result, wanted in zip(recording.graph.outputs(), results, (exact, exact.t(), exact)):
+        torch.testing.assert_close(typed(got[output.buffer.index], result).double(), wanted, rtol=8e-3, atol=1e-4)
