@@ -72,7 +72,8 @@ def cover(tile: Tile, body: Body, shortest: int) -> Tile:
 
 def end_in_vectors(tile: Tile, body: Body, shortest: int) -> Tile:
     """The tile, which loads 16 bytes at a time although its rows, whose starts lie on boundaries, end off them or are of a length
-    that the compiler does not know to be aligned. Rows below ``shortest`` elements are left as they are."""
+    that the compiler does not know to be aligned. Rows below ``shortest`` elements that end off boundaries are left as they
+    are."""
     if tile.peel > 1 or tile.covered or tile.depth or tile.axes[0] is None or tile.axes[2] is not None or body.backwards:
         return tile
     full = [step for step in over_rows(body, tile.strides) if step.stage in ("load", "store")]
@@ -80,7 +81,8 @@ def end_in_vectors(tile: Tile, body: Body, shortest: int) -> Tile:
     cut = tile.share and tile.reduced_axis == 1 and not tile.mixed  # programs' shares of a row begin anywhere
     if not settings.enabled("aligned_rows") or cut or len(strides) != 1 or strides[0] % width:
         return tile
-    if width == 1 or tile.axes[1].extent < shortest or tile.axes[1].block % width:
+    short = tile.axes[1].extent < shortest and tile.axes[1].extent % width
+    if width == 1 or short or tile.axes[1].block % width:
         return tile
     if not (tile.axes[1].extent % KNOWN or strides[0] % KNOWN):  # the usual masks do not cut vectors
         return tile

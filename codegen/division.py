@@ -3,7 +3,7 @@
 Dividing by what a kernel is given takes some twenty instructions an element. A small extent is a number in the source, which the
 compiler divides by in two or three. By any other a kernel multiplies and shifts, as it is given both. That hides from the
 compiler that neighbours stay neighbours, so that it would no longer load them together: where elements lie flat it is told so,
-elsewhere multiples of 16 are divided by.
+elsewhere along memory multiples of 16 are divided by. Rows have no neighbours.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def places(arguments: ArgumentList, tile: Tile, number: int) -> list[str]:
     runs = {runs_from(tile, number, strides) for strides in moving} if known else set()
     for place in reversed(range(1, len(axis.dims))):
         dim = axis.dims[place]
-        lines += _divided(arguments, rest, dim, tile.dims[dim], near, place == len(axis.dims) - 1)
+        lines += _divided(arguments, rest, dim, tile.dims[dim], near, number == 0 or near > 1, place == len(axis.dims) - 1)
         rest = f"q{dim}"
         if place in runs and place < len(axis.dims) - 1:
             extent = math.prod(tile.dims[one] for one in axis.dims[place:])
@@ -52,10 +52,11 @@ def places(arguments: ArgumentList, tile: Tile, number: int) -> list[str]:
     return [*lines, f"x{axis.dims[0]} = {rest}"]
 
 
-def _divided(arguments: ArgumentList, index: str, dim: int, extent: int, near: int, inmost: bool) -> tuple[str, str]:
+def _divided(arguments: ArgumentList, index: str, dim: int, extent: int, near: int, free: bool, inmost: bool) -> tuple[str, str]:
     """Lines that define ``q{dim}`` and ``x{dim}``, the quotient and the rest of ``index`` by the dimension's extent. ``near``: so
-    many neighbours, from each multiple of that on, lie side by side in the axis' last dimension, or 0; ``inmost``: this is it."""
-    if extent > SMALL and (extent % KNOWN or near > 1) and not arguments.wide:
+    many neighbours, from each multiple of that on, lie side by side in the axis' last dimension, or 0; ``free``: they are told
+    of, or there are none; ``inmost``: this is that dimension."""
+    if extent > SMALL and (extent % KNOWN or free) and not arguments.wide:
         factor, shift = reciprocal(extent)
         given = (arguments.constant(f"d{dim}_factor", factor - (1 << 32)), arguments.constant(f"d{dim}_shift", shift))
         quotient = f"_quotient({index}, {given[0]}, {given[1]})"

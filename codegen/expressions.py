@@ -145,7 +145,7 @@ def _inverse(case: Case, text: str) -> str:
 def _pow(case: Case) -> str:
     exponent = case.constants.get("exponent")
     square = f"({{self}} * {{self}}).to({case.half}).to(tl.float32)" if case.half else "{self} * {self}"
-    powers = {1: "{self}", 2: square, 3: square + " * {self}"}
+    powers = {1: "{self}", 2: square, 3: square + " * {self}", 4: "({self} * {self}) * ({self} * {self})"}
     if case.is_float:
         powers |= {0.5: "@sqrt({self})", -0.5: "tl.rsqrt({self})", -1: _inverse(case, "{self}"), -2: _inverse(case, square)}
     if exponent in powers:

@@ -30,6 +30,7 @@ from codegen.row_traits import (
     slow,
     sums_only,
     values_at_once,
+    works_much,
 )
 from codegen.shares import evenly, steps_ahead, walked_by
 from codegen.strips import registers_held, strip_of, strip_warps, strips_of, walking
@@ -155,6 +156,8 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
     lane = lane if looped or block_x > tuning.narrow_width else _lane_held(body, tuning, lane, -(-body.kept // block_x))
     threads = shares * -(-body.kept // block_x) * 32 * warps_for(block_x * block_r, lane, 32) if share else 0
     most = values_at_once(body, threads, tuning.cores)
+    if looped and lane > tuning.few_lane and works_much(body):
+        lane //= 2
     fits = lane if column and not looped else fitting(body, lane, looped, block_r, most)
     if looped and fits < lane:  # as many threads
         block_r = max(block_r * fits // lane, 1)

@@ -24,8 +24,9 @@ finds an order. On an H200 a difference that is stored and summed takes 8 % long
 AGAIN = 16
 """How often an operand's elements are loaded that come from a cache."""
 MUCH_WORK = 50
-"""Instructions of each element from which on twice as many threads share a short row: the norm of a gelu's softplus takes 63, and
-60 us on an H200 with 16 elements a thread, which have room for few warps."""
+"""Instructions of each element from which on twice as many threads share a short row, or a block of a loop: the norm of a gelu's
+softplus takes 63, and 60 us on an H200 with 16 elements a thread, which have room for few warps; 67 million sines and cosines,
+which are summed, 123 and 77."""
 
 _LONG = ("_ratio", "div_rn", "libdevice")
 
@@ -108,14 +109,19 @@ def fitting(body: Body, lane: int, looped: bool, row: int = 0, most: int = MOST_
     full = [step for step in body.steps if step.level == FULL]
     if any(step.stage == "scan" for step in body.steps):
         return lane
-    work = sum(work_of(step.text if step.stage == "expr" else "") for step in full)
-    lane = lane // 2 if work > MUCH_WORK and not looped and lane >= 4 * FEWEST_ELEMENTS else lane
+    lane = lane // 2 if not looped and lane >= 4 * FEWEST_ELEMENTS and works_much(body) else lane
     if len(full) < (SOME_STEPS if looped else MANY_STEPS):
         return lane
     held, fits = alive(body), lane
     while fits > FEWEST_ELEMENTS and fits * held > most:
         fits //= 2
     return lane if not looped and row // fits > 32 >= row // lane else fits
+
+
+def works_much(body: Body) -> bool:
+    """Does each element take so many instructions that more threads with fewer elements each are better?"""
+    steps = [step for step in body.steps if step.level == FULL]
+    return sum(work_of(step.text if step.stage == "expr" else "") for step in steps) > MUCH_WORK
 
 
 def values_at_once(body: Body, threads: int, cores: int) -> int:

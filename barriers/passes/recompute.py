@@ -250,7 +250,8 @@ class _Recomputer:
         longer = sum(one.buffer.nbytes for one, place in last.items()
                      if not one.buffer.live and self._kept_until(one) < place)
         others = [one for one in gone if not one.buffer.live and self.kept_until.get(one, -1) < begin and all(
-            self.place.get(user, -1) < begin for user in one.users if self.home.get(user) != number)]  # copies: `kept_until`
+            self.place.get(user, -1) < begin or self.home.get(user) == self.home.get(one.producer)  # a kernel before this
+            for user in one.users if self.home.get(user) != number)]  # copies: `kept_until`
         return longer <= (1 + SMALL) * sum(one.buffer.nbytes for one in others)
 
     def _kept_until(self, value: Value) -> int:
