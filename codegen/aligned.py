@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Sequence
 
 from codegen.body import Body, Step
 from codegen.instructions import FULL, IN_BITS
+from codegen.source_args import SMALL
 from ir_nodes import settings
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def end_in_vectors(tile: Tile, body: Body, shortest: int) -> Tile:
     short = tile.axes[1].extent < shortest and tile.axes[1].extent % width
     if width == 1 or short or tile.axes[1].block % width:
         return tile
-    if not (tile.axes[1].extent % KNOWN or strides[0] % KNOWN):  # the usual masks do not cut vectors
+    if not (tile.axes[1].extent % KNOWN or strides[0] % KNOWN) or tile.axes[1].extent <= SMALL:  # usual masks cut no vectors
         return tile
     alone = tile.reduced_axis is None and tile.axes[0].block == 1
     return replace(tile, ragged=width, row=strides[0], peel=1 if alone else tile.peel)

@@ -59,7 +59,6 @@ class Group:
     kept_units: dict[Unit, None] = field(default_factory=dict)  # pointwise units placed over the kept elements
     touched: Touched = field(default_factory=dict)
     patterns: dict[Form, None] = field(default_factory=dict)  # of indices that it computes with, over the full space
-    late: dict[Value, None] = field(default_factory=dict)  # values that exist only once a reduction is complete
     operands: int = 0  # ways in which it touches memory
     moved: int = 0  # bytes that its units load and store, each by itself
     loads: dict[Value, int] = field(default_factory=dict)  # what its units read, with the bytes; see `codegen.rounds`
@@ -136,8 +135,6 @@ def absorb(group: Group, units: list[Unit]) -> None:
             form = access.form if level == FULL else full_form(access.form, level, group, unit)
             _cut(group, form or ())
             _touch(group, mode, access, form)
-            if mode == "w" and level == KEPT:
-                group.late[access.value] = None
 
 
 def _cut(group: Group, form: Form) -> None:
@@ -190,7 +187,7 @@ def merge(left: Group, right: Group, joint: Joint, level: int) -> Group:
     left.scans |= right.scans
     if not known[0]:
         left.cuts = forms.reduced_cuts(joint.reduced or (), joint.numel)
-        left.touched, left.late, left.patterns, left.operands = {}, {}, {}, 0
+        left.touched, left.patterns, left.operands = {}, {}, 0
         absorb(left, left.units)
     if known[1]:
         take_over(left, right)
@@ -231,7 +228,6 @@ def take_over(left: Group, right: Group) -> None:
             else:
                 known[key] = foot
                 left.operands += 1
-    left.late.update(right.late)
     left.patterns.update(right.patterns)
     left.cuts = forms.merge_cuts(left.cuts, right.cuts) or left.cuts
 

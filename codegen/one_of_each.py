@@ -1,5 +1,5 @@
-"""Lowers gathers of one element of each row, and gradients of those, as losses of chosen tokens have them. Imports torch,
-`ir_nodes` and codegen's lowering modules.
+"""Lowers gathers of one element of each row, and gradients of those, as losses of chosen tokens have them, and one-hot rows.
+Imports torch, `ir_nodes` and codegen's lowering modules.
 
 A row's kernel picks the element of what it computes, and the gradient is a row with one element that is not zero, which need not
 be written as such.
@@ -8,6 +8,7 @@ be written as such.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -45,10 +46,12 @@ def lower_one_scattered(node: Node, scratch: int) -> list[Part]:
     zeros, index = operand_of(args["self"]), operand_of(args["index"])
     src = args.get("src")
     whole = write.layout == zeros.layout and write.layout.covers(write.value.buffer.nbytes)
-    plain = isinstance(src, Operand) and "reduce" not in args and fill_of(zeros) == 0 and len(node.writes) == 1
-    if not plain or not whole or not write.layout.dtype.is_floating_point:
+    plain = "reduce" not in args and fill_of(zeros) == 0 and len(node.writes) == 1
+    if not plain or not whole or not _one_of_each(index, zeros, args["dim"]):
         return lower_scatter(node, scratch)
-    if not _one_of_each(index, zeros, args["dim"]) or not _lies_within(node, index, args["dim"]):
+    if "value" in args:
+        return _marked(node, index, args["dim"] % len(write.layout.size), args["value"])
+    if not write.layout.dtype.is_floating_point or not _lies_within(node, index, args["dim"]):
         return lower_scatter(node, scratch)
     lowering = Lowering(node, write.layout.size)
     fits = "tl.where(({0} >= 0) & ({0} <= 2147483647), {0}, -1).to(tl.int32)"
@@ -56,6 +59,17 @@ def lower_one_scattered(node: Node, scratch: int) -> list[Part]:
     number = lowering.load(Operand(src.value, replace(src.layout, size=index.layout.size)))
     less = lowering.expr("-{0}", lowering.cast(number, write.layout.dtype), dtype=number.dtype)
     lowering.write(0, lowering.expr(ONE_HOT, lowering.coord(args["dim"] % len(write.layout.size)), at, less, dtype=less.dtype))
+    return [lowering.part]
+
+
+def _marked(node: Node, index: Operand, dim: int, number: Any) -> list[Part]:
+    """``number`` where each row's index says."""
+    layout = node.writes[0].layout
+    lowering = Lowering(node, layout.size)
+    at = lowering.check(lowering.load(index), layout.size[dim])
+    value, zero = (lowering.read(one, layout.dtype) for one in (number, 0))
+    text = "tl.where({0} == {1}, {2}, {3})"
+    lowering.write(0, lowering.expr(text, lowering.coord(dim), at, value, zero, dtype=value.dtype))
     return [lowering.part]
 
 

@@ -86,6 +86,8 @@ def lower_total(how: str, nans: bool = True) -> Lowered:
         if out.is_floating_point and not value.dtype.is_floating_point:
             value = lowering.cast(value, out)
         held = accumulator(out if out.is_floating_point else value.dtype)
+        if how == "add" and value.dtype is torch.bool and forms.reduced_extent(lowering.part.reduced or ()) < 1 << 31:
+            held = torch.int32  # a count
         value = lowering.cast(value, held)
         if not nans and held.is_floating_point:
             value = lowering.expr("tl.where({0} == {0}, {0}, 0.0)", value, dtype=held)

@@ -208,15 +208,18 @@ def _split_reason(left: Group, right: Group, joint: Joint) -> str | None:
         return None
     if left.scans or right.scans:
         return "one reduction is split over programs, the other needs whole rows"
-    late = {**left.late, **right.late}
+    late: dict[Value, None] = {}  # what follows from a reduction
     placed = dict.fromkeys(joint.kept_units)
-    for unit in (*left.units, *right.units):
+    for unit in sorted((*left.units, *right.units), key=lambda unit: unit.position):
         part = unit.part
         if part is None:
             continue
         reads = [access.value for mode, access in part.accesses() if mode == "r"]
         if part.waits and part.reduced is not None:
             return "one reduction is split over programs, the other needs whole rows"
-        if unit not in placed and any(value in late for value in reads):
+        follows = any(value in late for value in reads)
+        if unit not in placed and follows:
             return "the reduction is split over programs, so its result is not known inside the kernel"
+        late.update((access.value, None) for mode, access in part.accesses() if mode == "w"
+                    and (follows or part.reduced is not None and access.level == KEPT))
     return None

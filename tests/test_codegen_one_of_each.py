@@ -6,8 +6,9 @@ from typing import Callable
 
 import pytest
 import torch
-from graphs import check, kernels
+from graphs import check, kernels, record
 
+from codegen.fuse import plan
 from ir_nodes import settings
 
 Tensor = torch.Tensor
@@ -74,3 +75,19 @@ def test_only_where_somebody_has_looked_whether_indices_are_in_range() -> None:
     assert stores == [1, 0]
     with settings.override(check_indices=False):
         assert not any("atomic" in step.kernel.source for step in kernels(check(put, *inputs)))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32, torch.bfloat16], ids=str)
+def test_one_hot_rows_are_a_choice(dtype: torch.dtype) -> None:
+    def program(x: Tensor, i: Tensor) -> Tensor:
+        marked = torch.zeros(x.shape, dtype=dtype, device=x.device).scatter_(-1, i, 1)
+        return torch.where(marked.bool(), x * 2, x).softmax(-1)
+
+    check(program, torch.randn(6, 9), torch.randint(0, 9, (6, 1)), count=1, rtol=1e-5, atol=1e-5)
+    check(lambda i: torch.zeros(6, 9, dtype=dtype).scatter_(0, i.t(), 1), torch.randint(0, 6, (9, 1)), count=1)
+
+
+def test_one_hot_rows_stop_at_an_index_out_of_range() -> None:
+    recording, _ = record(lambda i: torch.zeros(6, 9).scatter_(-1, i, 1.0), torch.randint(0, 9, (6, 1)))
+    (step,) = kernels(plan(recording.graph))
+    assert 'tl.device_assert(((t0 >= 0) & (t0 < s0)), "aten::scatter_.value: an index is out of range"' in step.kernel.source

@@ -25,40 +25,42 @@ def code(step: KernelStep) -> str:
     return step.kernel.source.split("@triton.jit\n")[-1]
 
 
-POINTWISE = '''def pointwise_add_relu(n1, n0, p0, p1, p2, B0: tl.constexpr, B1: tl.constexpr):
+POINTWISE = '''def pointwise_add_relu(n1, n0, s0, p0, p1, p2, B0: tl.constexpr, B1: tl.constexpr):
     cuda.gdc_wait()  # for the kernel before this one
     pid = tl.program_id(0)
     across = (n1 + B1 - 1) // B1
     row = pid // across
     i0 = row * B0 + tl.arange(0, B0)[:, None]
     m0 = i0 < n0
+    base = i0 * s0 // 8 * 8
     i1 = (pid % across) * B1 + tl.arange(0, B1)[None, :]
-    m1 = i1 < n1
-    t0 = tl.load(p0 + i0 * n1 + i1, mask=m0 & m1).to(tl.float32)
+    m1 = i1 < n1 // 8 * 8
+    t0 = tl.load(p0 + base + i1, mask=m0 & m1).to(tl.float32)
     t1 = tl.load(p1 + i1, mask=m1).to(tl.float32)
     t2 = tl.full([], 1.0, tl.float32)
     t3 = t0 + t2 * t1
     t4 = _bf16(t3)
     t5 = tl.where(t4 <= 0, 0.0, t4)
     t6 = t5.to(tl.bfloat16).to(tl.float32)
-    tl.store(p2 + i0 * n1 + i1, t6, mask=m0 & m1)
+    tl.store(p2 + base + i1, t6, mask=m0 & m1)
 '''
 
-SOFTMAX = '''def reduce_softmax(n0, n1, p0, p1, B0: tl.constexpr, B1: tl.constexpr):
+SOFTMAX = '''def reduce_softmax(n0, s0, n1, p0, p1, B0: tl.constexpr, B1: tl.constexpr):
     cuda.gdc_wait()  # for the kernel before this one
     pid = tl.program_id(0)
     i0 = pid * B0 + tl.arange(0, B0)[:, None]
     m0 = i0 < n0
+    base = i0 * s0 // 4 * 4
     i1 = tl.arange(0, B1)[None, :]
-    m1 = i1 < n1
-    t0 = tl.load(p0 + i0 * n1 + i1, mask=m0 & m1)
+    m1 = i1 < n1 // 4 * 4
+    t0 = tl.load(p0 + base + i1, mask=m0 & m1)
     t1 = tl.reduce(tl.where(m1, t0, float("-inf")), 1, _max, keep_dims=True)
     t2 = t0 - t1
     t3 = libdevice.exp(t2)
     t4 = tl.reduce(tl.where(m1, t3, 0.0), 1, _add, keep_dims=True)
     t5 = tl.math.div_rn(1.0, t4)
     t6 = _share(t3, t4, t5)
-    tl.store(p1 + i0 * n1 + i1, t6, mask=m0 & m1)
+    tl.store(p1 + base + i1, t6, mask=m0 & m1)
 '''
 
 COLUMN_SUM = '''def reduce_sum(n1, n0, p0, p1, B0: tl.constexpr, B1: tl.constexpr):
