@@ -170,8 +170,11 @@ class Puller:
 
 
 def read_through(lowering: Lowering, known: Known, operand: Operand) -> Instr:
-    """The operand's elements over the whole space, or what makes them, where that is cheap."""
-    if not settings.enabled("windows"):
+    """The operand's elements over the whole space, or what makes them, where that is cheap, and perhaps not written otherwise or
+    made of one operand."""
+    maker, value = known.parts.get(operand.value), operand.value
+    reads = sum(instr.kind == "load" for instr in maker.instrs) if maker is not None else 0
+    if not settings.enabled("windows") or value.buffer.live or len(value.users) > 1 and reads > 1:
         return lowering.load(operand)
     dtype = operand.layout.dtype
     access = lowering.access(operand.value, operand.layout)
