@@ -16,13 +16,10 @@ from codegen.tile import Tile
 
 
 def is_flat(tile: Tile, number: int) -> bool:
-    """Do blocks begin at multiples of 16 of the axis' elements, as it is the tile's only one, or what programs share?"""
+    """Is the axis the tile's only one, so that blocks begin at multiples of 16 of its elements?"""
     axis = tile.axes[number]
-    alone = sum(one is not None for one in tile.axes) == 1
-    whole = tile.looped and not tile.mixed and tile.share > 0 and not tile.share % KNOWN
-    shared = number == tile.reduced_axis == 1 and whole
-    cut = tile.peel > 1 or tile.covered or tile.ragged or tile.words or alone and tile.peel
-    return (alone or shared) and not cut and axis is not None and not axis.block % KNOWN
+    alone = sum(one is not None for one in tile.axes) == 1 and not (tile.peel or tile.covered or tile.ragged or tile.words)
+    return alone and axis is not None and not axis.block % KNOWN
 
 
 def runs_from(tile: Tile, number: int, strides: tuple[int, ...]) -> int:
@@ -46,37 +43,27 @@ def places(arguments: ArgumentList, tile: Tile, number: int) -> list[str]:
     runs = {runs_from(tile, number, strides) for strides in moving} if known else set()
     for place in reversed(range(1, len(axis.dims))):
         dim = axis.dims[place]
-        hint = _hint(tile, near) if near > 1 else ""
-        lines += _divided(arguments, rest, dim, tile.dims[dim], hint, number == 0 or near > 1, place == len(axis.dims) - 1)
+        lines += _divided(arguments, rest, dim, tile.dims[dim], near, number == 0 or near > 1, place == len(axis.dims) - 1)
         rest = f"q{dim}"
         if place in runs and place < len(axis.dims) - 1:
             extent = math.prod(tile.dims[one] for one in axis.dims[place:])
             run, side = f"i{number} - q{dim} * {arguments.size(f'e{dim}', extent)}", math.gcd(extent, KNOWN)
-            lines.append(f"r{dim} = " + (_side_by_side(run, _hint(tile, side)) if side > 1 else run))
+            lines.append(f"r{dim} = " + (f"tl.max_contiguous(tl.multiple_of({run}, {side}), {side})" if side > 1 else run))
     return [*lines, f"x{axis.dims[0]} = {rest}"]
 
 
-def _hint(tile: Tile, count: int) -> str:
-    """``count`` neighbours along the last axis of a block's, as Triton is told of them."""
-    return str(count) if tile.axes[0] is None else f"[1, {count}]"
-
-
-def _side_by_side(index: str, hint: str) -> str:
-    return f"tl.max_contiguous(tl.multiple_of({index}, {hint}), {hint})"
-
-
-def _divided(arguments: ArgumentList, index: str, dim: int, extent: int, near: str, free: bool, inmost: bool) -> tuple[str, str]:
+def _divided(arguments: ArgumentList, index: str, dim: int, extent: int, near: int, free: bool, inmost: bool) -> tuple[str, str]:
     """Lines that define ``q{dim}`` and ``x{dim}``, the quotient and the rest of ``index`` by the dimension's extent. ``near``: so
-    many neighbours, from each multiple of that on, lie side by side in the axis' last dimension, or none; ``free``: they are told
+    many neighbours, from each multiple of that on, lie side by side in the axis' last dimension, or 0; ``free``: they are told
     of, or there are none; ``inmost``: this is that dimension."""
     if extent > SMALL and (extent % KNOWN or free) and not arguments.wide:
         factor, shift = reciprocal(extent)
         given = (arguments.constant(f"d{dim}_factor", factor - (1 << 32)), arguments.constant(f"d{dim}_shift", shift))
         quotient = f"_quotient({index}, {given[0]}, {given[1]})"
         rest = f"{index} - q{dim} * {arguments.size(f'd{dim}', extent)}"
-        if near:
+        if near > 1:
             quotient = f"tl.max_constancy({quotient}, {near})"
-            rest = _side_by_side(rest, near) if inmost else f"tl.max_constancy({rest}, {near})"
+            rest = f"tl.max_contiguous(tl.multiple_of({rest}, {near}), {near})" if inmost else f"tl.max_constancy({rest}, {near})"
         return f"q{dim} = {quotient}", f"x{dim} = {rest}"
     size = arguments.size(f"d{dim}", extent, literal=True)
     return f"x{dim} = {index} % {size}", f"q{dim} = {index} // {size}"

@@ -50,8 +50,7 @@ def row_block(body: Body, tuning: Tuning, split: bool) -> tuple[int, bool, int]:
         return extent, False, _in_one_warp(body, tuning, extent) // 32 or (tuning.wide_lane if wide else tuning.lane)
     if any(pairs(body)):
         return min(tuning.online, extent), True, tuning.online_lane
-    several = sum(step.stage == "load" and step.level == FULL for step in body.steps) > 1  # small ones, which come one by one
-    return min(tuning.looped, extent), True, tuning.lane if split and several else loop_lane(body, tuning)
+    return min(tuning.looped, extent), True, loop_lane(body, tuning)
 
 
 def _in_one_warp(body: Body, tuning: Tuning, block: int) -> int:
