@@ -45,7 +45,10 @@ class Exact(TorchFunctionMode):
         return function(*args, **named)
 
 
-def made(given: Input, generator: torch.Generator) -> Tensor:
+def made(given: Input, generator: torch.Generator, device: str = "cpu") -> Tensor:
+    if device == "meta":
+        kinds = {"below": torch.int64, "mask": torch.bool}
+        return torch.empty(given.shape, dtype=kinds.get(given.kind, given.dtype), device=device)
     if given.kind == "below":
         return torch.randint(given.bound, given.shape, generator=generator)
     if given.kind == "mask":
@@ -63,9 +66,9 @@ class Trained:
 
     def inputs(self, device: str) -> list[Tensor]:
         generator = torch.Generator().manual_seed(0)
-        given = [made(one, generator).to(device) for one in self._block.inputs]
-        like = [one for one in self._results(self._leaves(given)) if one.requires_grad]
-        return [*given, *(torch.randn(one.shape, generator=generator).to(device, one.dtype) for one in like)]
+        given = [made(one, generator, device).to(device) for one in self._block.inputs]
+        like = [Input(tuple(one.shape), one.dtype) for one in self._results(self._leaves(given)) if one.requires_grad]
+        return [*given, *(made(one, generator, device).to(device) for one in like)]
 
     def _leaves(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         return [one.detach().requires_grad_(spec.kind == "normal") for one, spec in zip(inputs, self._block.inputs)]

@@ -93,3 +93,17 @@ def test_sums_of_everything_do_not_walk_what_lies_otherwise() -> None:
     alike = names(lambda x, y: (x.mean(), x * 2 + y), torch.rand(1200, 1000), torch.rand(1200, 1000))
     assert not any(name.startswith("pointwise") for name in alike)
     check(turned, torch.rand(37, 50), torch.rand(50, 37), rtol=1e-5, atol=1e-5)
+
+
+def repeated(x: Tensor, y: Tensor) -> Any:
+    """Of every 20 neighbours the sum; what is made of them and the sums of whole rows."""
+    return ((x + y[..., None]) * 2).sum((0, 2, 3))
+
+
+def test_sums_of_long_rows_do_not_look_up_what_repeats() -> None:
+    x, y = torch.rand(8, 16, 1000, 20), torch.rand(8, 16, 1000)
+    made = plan(record(repeated, x, y)[0].graph)
+    assert kernels(made)[0].kernel.name.startswith("pointwise")
+    assert any("one number for every few elements" in str(refusal) for refusal in made.refusals)
+    assert not any(name.startswith("pointwise") for name in names(repeated, x.view(8, 16, 200, 100), y[..., :200]))
+    check(repeated, torch.rand(2, 3, 5, 20), torch.rand(2, 3, 5), rtol=1e-5, atol=1e-5)

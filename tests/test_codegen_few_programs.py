@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Callable
+
+import pytest
 import torch
 import torch.nn.functional as F
 from graphs import check, kernels, record
 
+from codegen import layout
 from codegen.fuse import plan
 from ir_nodes import settings
 
@@ -77,3 +81,21 @@ def test_sums_of_what_is_computed_from_places_have_few_warps() -> None:
     (step,) = kernels(plan(record(places, torch.zeros(1 << 20))[0].graph))
     assert step.kernel.num_warps <= 4
     check(places, torch.zeros(1 << 20), rtol=1e-5, atol=1e-5)
+
+
+def test_columns_are_held_by_few_warps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warps that share a block wait for one another."""
+    def warps() -> int:
+        return kernels(plan(record(lambda x: x.logsumexp(1), torch.empty(512, 48, 48))[0].graph))[0].kernel.num_warps
+
+    assert warps() == 8
+    monkeypatch.setattr(layout, "COLUMN_WARPS", 32)
+    assert warps() == 32
+
+
+def test_loops_with_much_work_have_twice_the_warps() -> None:
+    def summed(program: Callable[..., torch.Tensor]) -> int:
+        made = plan(record(lambda x, g: (program(x) * g).sum(0), torch.empty(1 << 16, 256), torch.empty(1 << 16, 256))[0].graph)
+        return kernels(made)[0].kernel.num_warps
+
+    assert summed(lambda x: x.sin() * x.cos()) == 2 * summed(lambda x: x * 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from graphs import check, compile_all, execute, externs, kernels, record, typed, values_named
@@ -9,7 +11,7 @@ from recording import Recording
 
 from codegen.fuse import plan
 from codegen.kernel import ExternStep, KernelStep, Plan
-from codegen.tuning import Tuning
+from codegen.tuning import HOPPER, Tuning
 from ir_nodes import Access, BufferKind, Graph, Layout, settings
 
 LOOPED = Tuning(tile=64, persistent=16, looped=16)
@@ -247,3 +249,28 @@ def test_planning_is_deterministic() -> None:
     made = [[step.kernel for step in kernels(plan(record(adamw, *(data(6, 7, seed=i).abs() for i in range(4)))[0].graph))]
             for _ in range(2)]
     assert made[0] == made[1]
+
+
+def test_sums_of_everything_share_a_kernel_where_the_results_meet_later() -> None:
+    """What a number that both sums are multiplied by is made of does not wait for either."""
+    def stepped(x: torch.Tensor, y: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        size = step.abs()
+        scaled = x / size
+        first = (y * scaled.round()).sum((0, 1), keepdim=True).view(1) * step.sign()
+        second = first + (-(y * scaled) / size).sum((0, 1), keepdim=True).view(1) * step.sign()
+        return second, y / size
+
+    inputs = torch.empty(2048, 1024), torch.empty(2048, 1024), torch.empty(1)
+    assert len(kernels(plan(record(stepped, *inputs)[0].graph))) == 2  # of shares, and of what these add up to
+    check(stepped, torch.randn(40, 30), torch.randn(40, 30), torch.tensor([0.5]), tuning=replace(HOPPER, programs=4), rtol=1e-4,
+          atol=1e-4)
+
+
+def test_a_comparison_that_is_counted_holds_no_more_for_its_mask() -> None:
+    def ties(x: torch.Tensor, least: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        same = x == least
+        return same, same.sum(0)
+
+    steps = kernels(plan(record(ties, torch.empty(1 << 14, 512), torch.empty(512))[0].graph))
+    assert "tl.int64" not in steps[0].kernel.source and steps[0].kernel.num_warps == 4
+    check(ties, torch.randint(0, 3, (40, 30)).float(), torch.ones(30))

@@ -199,3 +199,25 @@ def test_rows_in_which_an_operand_jumps_do_not_share_blocks() -> None:
     for columns in (20, 47, 96, 304):
         check(lambda x: [x.roll(3, 1) * 2, x[:, ::2] + 1, x[:, ::3].flip(1)], data(11, columns))
         check(lambda x: F.avg_pool2d(x, 2), data(2, 3, 6, columns))
+
+
+@DTYPES
+def test_rows_that_an_index_chooses_are_walked_as_they_lie(dtype: torch.dtype) -> None:
+    """However many there are: threads along a row, one index for it."""
+    table, source, target = data(40, 128, dtype=dtype), torch.arange(1 << 16) % 40, torch.arange(1 << 16) // 3 % 40
+
+    def summed(x: torch.Tensor, s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(x).index_add_(0, t, x[s])
+
+    found = kernels(plan(record(summed, table, source, target)[0].graph))
+    step = next(step for step in found if "atomic_add" in step.kernel.source)
+    assert dict(step.kernel.constexprs)["B1"] == 128 and "tl.load(p0 + i0, mask=m0)" in step.kernel.source
+    bags = kernels(plan(record(lambda x, i: x[i.view(-1, 16)].sum(1), table, source)[0].graph))[-1]
+    assert "i2 = pid // across" in bags.kernel.source and "tl.load(p0 + i0 + i2 * s0, mask=m0)" in bags.kernel.source
+    check(lambda x, i: x[i.view(-1, 4)].sum(1), table, source[:40], rtol=1e-2, atol=1e-2)
+
+
+def test_rows_are_found_by_multiplying() -> None:
+    """Also where their number is a multiple of 16; along memory that would hide neighbours."""
+    source = only(lambda x, y: x * y, torch.randn(4, 8, 1024, 128), torch.randn(4, 1, 1024, 1)).kernel.source
+    assert "_quotient(i0, d2_factor, d2_shift)" in source and " % d2" not in source

@@ -83,3 +83,15 @@ def test_other_sums_stay_as_they_are(program: Callable[..., Any]) -> None:
 
 def test_rows_too_short_to_count() -> None:
     assert not one_pass(lambda x: x.softmax(-1).square().sum(), data(1 << 14, 8))
+
+
+def test_sums_of_everything_follow_rows_that_have_a_number_each() -> None:
+    """No element's row is divided for."""
+    def factored(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        return (rows[:, None] * columns * x).square().mean().sqrt()
+
+    (first, *_) = kernels(plan(record(factored, data(600, 4096), data(600), data(4096))[0].graph))
+    assert "d1" not in first.kernel.source and first.grid[0] == 600
+    check(factored, data(33, 70), data(33), data(70), rtol=1e-4, atol=1e-5)
+    short = plan(record(factored, data(6000, 40), data(6000), data(40))[0].graph)
+    assert kernels(short)[0].grid[0] < 6000
