@@ -39,25 +39,32 @@ from codegen.tile import Axis, Strides, Tile, addressed, reached, rows_by_index,
 from codegen.tuning import Tuning, power_of_two
 from ir_nodes import settings
 
-COLUMN_WARPS, AT_ONCE = 8, 4
+COLUMN_WARPS = 8
 """Warps that hold a block of columns at most, unless few blocks leave the machine idle. On an H200, the logarithm of a sum of 48
-exponentials in each of 24,576 columns takes 7.8 us with 8, 11.7 with 16 and 19.3 with 32. And how many times as many rows are
-loaded at once of columns off boundaries that are walked again: the norm of 128 x 321 of 512 takes 224 us so, 260 otherwise."""
+exponentials in each of 24,576 columns takes 7.8 us with 8, 11.7 with 16 and 19.3 with 32."""
+
+AT_ONCE = 4
+"""How many times as many rows are loaded at once of columns off boundaries that are walked again: the norm of 128 x 321 of 512
+takes 224 us on an H200 so, 260 otherwise."""
 
 
 def lay_out(body: Body, tuning: Tuning, share: int = 0, shares: int = 0) -> Tile:
     """The tile of ``body``; ``share`` above 0 makes the first kernel of a reduction split over ``shares`` programs."""
     tile = end_in_vectors(_laid_out(body, tuning, share, shares), body, tuning.covered)
-    if not in_vectors(tile, body):
-        column = tile.reduced_axis == 0 and not tile.share and tile.axes[0] is not None
-        more = AT_ONCE if column and tile.looped and walks_again(body) and loads(body) > 1 else 1
-        if more > 1:  # an element at a time is waited for
-            assert tile.axes[0] is not None
-            rows = replace(tile.axes[0], block=min(more * tile.axes[0].block, power_of_two(body.extent)))
-            tile = replace(tile, axes=(rows, *tile.axes[1:]))
-        threads = (2 if column else 1) * (2 if more > 1 else 1)
-        tile = replace(tile, stages=1, num_warps=min(threads * tile.num_warps, 32))
+    tile = tile if in_vectors(tile, body) else _by_element(tile, body)
     return replace(tile, packs=tuning.packs and settings.enabled("packed_rounding"), overlaps=tuning.overlaps)
+
+
+def _by_element(tile: Tile, body: Body) -> Tile:
+    """The ``tile``, whose operands are loaded an element at a time: not ahead, and by more threads where columns are reduced, for
+    more rows at once where these are walked again."""
+    rows, threads = tile.axes[0], 1
+    if rows is not None and tile.reduced_axis == 0 and not tile.share:
+        threads = 2
+        if tile.looped and walks_again(body) and loads(body) > 1:
+            threads = 4
+            rows = replace(rows, block=min(AT_ONCE * rows.block, power_of_two(body.extent)))
+    return replace(tile, axes=(rows, *tile.axes[1:]), stages=1, num_warps=min(threads * tile.num_warps, 32))
 
 
 def _laid_out(body: Body, tuning: Tuning, share: int, shares: int) -> Tile:
