@@ -47,8 +47,7 @@ class Exact(TorchFunctionMode):
 
 def made(given: Input, generator: torch.Generator, device: str = "cpu") -> Tensor:
     if device == "meta":
-        kinds = {"below": torch.int64, "mask": torch.bool}
-        return torch.empty(given.shape, dtype=kinds.get(given.kind, given.dtype), device=device)
+        return torch.empty(given.shape, dtype=given.dtype, device=device)
     if given.kind == "below":
         return torch.randint(given.bound, given.shape, generator=generator)
     if given.kind == "mask":

@@ -15,7 +15,7 @@ from codegen.body import Body
 from codegen.instructions import FULL
 from codegen.row_blocks import loop_lane
 from codegen.row_traits import loads, narrow, reads_again, sums_only, walks_again
-from codegen.tile import Strides, rows_by_index
+from codegen.tile import Strides, reached, rows_by_index
 from codegen.tuning import PIECE, PIECES, Tuning, power_of_two, snug_block
 
 HELD = 64
@@ -133,7 +133,7 @@ def along_kept(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
             continue
         moving = [(stride, dim) for dim, stride in enumerate(strides[id(step)]) if stride > 0]
         if moving:
-            weight = body.numel if rows_by_index(step, strides) else math.prod(dims[dim] for _, dim in moving)
+            weight = reached(step, body, strides)
             few = _side_by_side(dims, moving, flags) * step.access.dtype.itemsize <= least
             votes.append(-weight if few or flags[min(moving)[1]] else weight)
     return sum(votes) > 0 if votes else body.column

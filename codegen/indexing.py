@@ -13,15 +13,14 @@ from typing import Any, Collection, Sequence
 
 import torch
 
-from codegen import forms
 from codegen.expressions import Unsupported
 from codegen.instructions import Instr, Part
 from codegen.lowering import Lowering, arguments
 from codegen.promotion import HALF, compute_dtype
 from codegen.reductions import operand_of, reduction
-from codegen.widened import WIDENED, Place, Sums, sums_for, tables_for, with_memory
+from codegen.widened import WIDENED, Place, Sums, in_place, sums_for, tables_for, with_memory
 from ir_nodes.layout import Layout
-from ir_nodes.node import BufferKind, Node, Operand, Value
+from ir_nodes.node import BufferKind, Node, Operand
 
 FEW_ROWS = 4
 """Gradients of tables with so few rows are sums over the rows that ask for each: atomics would all meet on a few addresses."""
@@ -136,7 +135,7 @@ def lower_index_put(node: Node, scratch: int) -> list[Part]:
     if args["accumulate"] and once:
         old = lowering.take(source, rest, places)
         value = lowering.cast(lowering.expr("{0} + {1}", old, value, dtype=old.dtype), write.layout.dtype)
-    turns = into.turns(lowering, _counted(torch.broadcast_shapes(*given), front, len(others) - front, shape))
+    turns = into.turns(lowering, spread(_every(torch.broadcast_shapes(*given)), front, len(others) - front))
     lowering.put(into.target, rest, [*turns, *places], value, "add" if adds else "set")
     return into.around(lowering.part)
 
@@ -220,26 +219,19 @@ def lower_embedding_backward(node: Node, scratch: int) -> list[Part]:
     check_order(compute_dtype(write.layout.dtype))
     assert flat
     tables = tables_for(rows * width, flat * width)
-    into = with_memory(node, None, scratch, tables) if half or tables > 1 else _zeros_in_place(node)
+    into = with_memory(node, None, scratch, tables) if half or tables > 1 else in_place(node, None)
     add = Lowering(node, (*index.layout.size, width))
     at = index_of(add, index, spread(index.layout, 0, 1), rows, check=False)
     if args["padding_idx"] >= 0:
         at = add.expr("tl.where({0} == {1}, -1, {0})", at, add.size(args["padding_idx"], at.dtype), dtype=at.dtype)
-    places = [*into.turns(add, _counted(index.layout.size, 0, 1, add.shape)), (at, width, rows)]
+    places = [*into.turns(add, spread(_every(index.layout.size), 0, 1)), (at, width, rows)]
     add.put(into.target, Layout(into.layout.dtype, (1, width), (0, 1)), places, add.load(grad), "add")
     return into.around(add.part)
 
 
-def _zeros_in_place(node: Node) -> Sums:
-    write = node.writes[0]
-    blank, zeros = Value(write.value.buffer, 0, node), Lowering(node, write.layout.size)
-    zeros.store(blank, write.layout, zeros.expr("0.0", dtype=torch.float32))
-    return Sums(write.value, write.layout, blank, [zeros.part])
-
-
-def _counted(size: Size, before: int, after: int, shape: Size) -> forms.Form:
-    """The lookups of ``size``, with so many dimensions of ``shape`` before and after theirs, one after another."""
-    return forms.collapse(shape, (*(0,) * before, *Layout.contiguous(torch.int32, size).stride, *(0,) * after))
+def _every(size: Size) -> Layout:
+    """Lookups of ``size``, each for itself, also where one index stands for several."""
+    return Layout.contiguous(torch.int64, size)
 
 
 def _row_sums(node: Node, args: dict[str, Any], grad: Operand, index: Operand) -> Part:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from codegen.aligned import KNOWN, in_a_vector, over_rows, peel
 from codegen.body import Body
 from codegen.draws import WORDS, Stream
+from codegen.forms import touched
 from codegen.instructions import FULL
 from codegen.row_traits import narrow, slow
 from codegen.tile import Axis, Strides, Tile, warps_for
@@ -53,7 +54,7 @@ def _moved(body: Body, dims: tuple[int, ...], strides: Strides) -> list[tuple[st
     for step in body.steps:
         if step.access is not None and step.level == FULL:
             along = strides.get(id(step), (1,))
-            shared = len(along) == len(dims) and math.prod(n for n, stride in zip(dims, along) if stride) * SHARED <= body.numel
+            shared = len(along) == len(dims) and touched(tuple(zip(dims, along))) * SHARED <= body.numel
             if any(along[-1:]) and not shared:
                 start = None if step.args and step.stage == "load" else step.access.byte_offset
                 found[step.stage, step.access.value, along, start] = (step.stage, step.access.dtype.itemsize)
@@ -148,7 +149,7 @@ def _run(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuning, ju
     if picks or not dims[-1] % width or dims[-1] >= tuning.run_on or not settings.enabled("aligned_rows"):
         return 1
     found = dict.fromkeys(strides[id(step)] for step in full)
-    large = [one for one in found if math.prod(n for n, stride in zip(dims, one) if stride) * 2 > body.numel]
+    large = [one for one in found if touched(tuple(zip(dims, one))) * 2 > body.numel]
     if not large or not all(_runs_on(one, dims, len(dims)) for one in large):
         return 1
     small = [one for one in found if one not in large]

@@ -71,15 +71,11 @@ class _Lengths:
                 self._of_rows[access.value] = length
 
     def _told(self, access: MemAccess, numel: int) -> int:
-        length = self._whole.get(access.value, 0)
         if access.form == _whole(numel):
-            return length
-        length = self._of_rows.get(access.value, 0)
-        if length and access.form == ((numel // length, 1), (length, 0)):
-            return length
-        ends = access.form[-1:]  # of one number for each row
-        length = ends[0][0] if len(access.form) == 2 and ends[0][1] == 0 else 0
-        return length if length >= LONG and access.form[0] == (numel // length, 1) else 0
+            return self._whole.get(access.value, 0)
+        length = access.form[-1][0] if access.form else 0
+        one_each = length and access.form == ((numel // length, 1), (length, 0))
+        return length if one_each and (length >= LONG or self._of_rows.get(access.value) == length) else 0
 
 
 def _whole(numel: int) -> Form:

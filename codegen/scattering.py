@@ -15,15 +15,14 @@ import torch
 
 from codegen.aligned import KNOWN
 from codegen.expressions import Unsupported
-from codegen.forms import Form, collapse
 from codegen.indexing import check_order, index_of, spread, without
 from codegen.instructions import Instr, Part
 from codegen.lowering import Lowering, arguments
 from codegen.promotion import HALF
 from codegen.reductions import operand_of
-from codegen.widened import Sums, sums_for
+from codegen.widened import in_place, sums_for
 from ir_nodes.layout import Layout
-from ir_nodes.node import BufferKind, Node, Operand, Value
+from ir_nodes.node import Node, Operand
 
 _SUMMED = (torch.float32, torch.float64, *HALF, torch.int32, torch.int64)
 """What GPUs add to memory at once."""
@@ -68,21 +67,12 @@ def _into(node: Node, args: dict[str, Any], lowering: Lowering, index: Operand, 
     if adds:
         check_order(write.layout.dtype, _SUMMED)
     together = node.name.startswith("index_add") and _in_whole_rows(write.layout, dim)
-    into = (adds and sums_for(node, source, scratch, lowering.part.numel, together)) or _in_place(node, source)
+    into = (adds and sums_for(node, source, scratch, lowering.part.numel, together)) or in_place(node, source)
     at = index_of(lowering, index, seen, write.layout.size[dim])
     rest = without(replace(into.layout, size=lowering.shape), (dim,))
-    places = [*into.turns(lowering, _counted(seen, lowering.shape)), (at, into.layout.stride[dim], into.layout.size[dim])]
+    places = [*into.turns(lowering, seen), (at, into.layout.stride[dim], into.layout.size[dim])]
     lowering.put(into.target, rest, places, value, "add" if adds else "set")
     return into.around(lowering.part)
-
-
-def _counted(index: Layout, shape: tuple[int, ...]) -> Form:
-    """Places where ``index``, seen over ``shape``, names another element, one after another."""
-    steps, step = [], 1
-    for size, stride in zip(reversed(index.size), reversed(index.stride)):
-        steps.append(step if stride else 0)
-        step *= size if stride else 1
-    return collapse(shape, tuple(reversed(steps)))
 
 
 def _in_whole_rows(layout: Layout, dim: int) -> bool:
@@ -91,17 +81,3 @@ def _in_whole_rows(layout: Layout, dim: int) -> bool:
     starts = [stride for size, stride in rest if size > 1 and stride != 1]
     along = any(stride == 1 and size % KNOWN == 0 for size, stride in rest)
     return along and not any(stride % KNOWN for stride in (*starts, layout.stride[dim], layout.offset))
-
-
-def _in_place(node: Node, source: Operand) -> Sums:
-    """The result's memory, and the part that copies ``source`` there where the op does not change memory in place."""
-    write = node.writes[0]
-    if write.base is not None and source.value is write.base and source.layout == write.layout:
-        return Sums(write.value, write.layout, write.base)
-    whole = write.base is None and write.layout.covers(write.value.buffer.nbytes)
-    if write.value.buffer.kind is not BufferKind.FRESH or not whole:
-        raise Unsupported("into memory that is in use")
-    blank = Value(write.value.buffer, 0, node)
-    copy = Lowering(node, write.layout.size)
-    copy.store(blank, write.layout, copy.load(source))
-    return Sums(write.value, write.layout, blank, [copy.part])

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 import torch
 
 from codegen.expressions import Unsupported
-from codegen.forms import Form
+from codegen.forms import collapse
 from codegen.instructions import Instr, Part, scratch_value
 from codegen.lowering import Lowering, fill_of
 from codegen.promotion import HALF
 from codegen.reductions import reduction, write_kept
 from ir_nodes.layout import Layout
-from ir_nodes.node import Node, Operand, Value
+from ir_nodes.node import BufferKind, Node, Operand, Value
 
 WIDENED, IN_CACHE = 1 << 25, 1 << 23
 """Elements of 16 bits up to which sums have float32 memory: of an embedding, and of what ATen would sort, which takes 120 us on
@@ -45,11 +45,16 @@ class Sums:
     behind: list[Part] = field(default_factory=list)
     tables: int = 1
 
-    def turns(self, lowering: Lowering, number: Form) -> list[Place]:
-        """The table of each of ``lowering``'s elements, all tables in turn as ``number`` counts."""
+    def turns(self, lowering: Lowering, index: Layout) -> list[Place]:
+        """The table of each of ``lowering``'s elements, seen over which ``index`` names places: all tables in turn, from one of
+        its elements to the next."""
         if self.tables == 1:
             return []
-        turn = lowering.place(number)
+        steps, step = [], 1
+        for size, stride in zip(reversed(index.size), reversed(index.stride)):
+            steps.append(step if stride else 0)
+            step *= size if stride else 1
+        turn = lowering.place(collapse(lowering.shape, tuple(reversed(steps))))
         return [(lowering.expr(f"({{0}} % {self.tables})", turn, dtype=turn.dtype), self.layout.numel, self.tables)]
 
     def around(self, part: Part) -> list[Part]:
@@ -84,12 +89,30 @@ def with_memory(node: Node, source: Operand | None, scratch: int, tables: int) -
     write = node.writes[0]
     layout, whole = (Layout.contiguous(torch.float32, size) for size in (write.layout.size, (tables, *write.layout.size)))
     sums = scratch_value(scratch, whole.nbytes, node)
-    first, before = Lowering(node, whole.size), Value(sums.buffer, 0, node)
-    zeros = source is None or tables > 1
-    first.store(before, whole, first.expr("0.0", dtype=torch.float32) if zeros else first.load(source))
+    before, first = _begun(node, sums, whole, None if tables > 1 else source)
     last, dims = reduction(node, Operand(sums, whole), 0) if tables > 1 else (Lowering(node, layout.size), ())
     if tables > 1:
         write_kept(last, 0, last.reduce("add", last.load(Operand(sums, whole))), dims)
     else:
         last.write(0, last.load(Operand(sums, layout)))
-    return Sums(sums, layout, before, [first.part], [last.part], tables)
+    return Sums(sums, layout, before, [first], [last.part], tables)
+
+
+def in_place(node: Node, source: Operand | None) -> Sums:
+    """The result's memory, and the part that puts ``source``, or zeros, there where the op does not change memory in place.
+    Raises Unsupported where others use it."""
+    write = node.writes[0]
+    if source is not None and write.base is not None and source.value is write.base and source.layout == write.layout:
+        return Sums(write.value, write.layout, write.base)
+    whole = write.base is None and write.layout.covers(write.value.buffer.nbytes)
+    if write.value.buffer.kind is not BufferKind.FRESH or not whole:
+        raise Unsupported("into memory that is in use")
+    before, first = _begun(node, write.value, write.layout, source)
+    return Sums(write.value, write.layout, before, [first])
+
+
+def _begun(node: Node, target: Value, layout: Layout, source: Operand | None) -> tuple[Value, Part]:
+    """What ``target``'s memory is first, and the part that puts ``source``, or zeros, there."""
+    before, first = Value(target.buffer, 0, node), Lowering(node, layout.size)
+    first.store(before, layout, first.expr("0.0", dtype=torch.float32) if source is None else first.load(source))
+    return before, first.part
