@@ -23,14 +23,18 @@ from benchmarks.contest import Contest, ratio
 from benchmarks.drawn import options, rows_of, summary, told
 from benchmarks.field_blocks import FIELDS
 from benchmarks.image_blocks import IMAGES
+from benchmarks.language_blocks import LANGUAGE
 from benchmarks.loss_blocks import LOSSES
 from benchmarks.model_blocks import Block, Input
+from benchmarks.number_blocks import NUMBERS
+from benchmarks.picture_blocks import PICTURES
+from benchmarks.science_blocks import SCIENCES
 from benchmarks.sequence_blocks import SEQUENCES
 from benchmarks.shapes import DEVICE, wrong
 from benchmarks.transformer_blocks import TRANSFORMERS
 from benchmarks.update_blocks import UPDATES
 
-BLOCKS = [*TRANSFORMERS, *IMAGES, *LOSSES, *SEQUENCES, *FIELDS, *UPDATES]
+BLOCKS = [*TRANSFORMERS, *IMAGES, *LOSSES, *SEQUENCES, *FIELDS, *UPDATES, *LANGUAGE, *PICTURES, *SCIENCES, *NUMBERS]
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
