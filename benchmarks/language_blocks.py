@@ -145,4 +145,4 @@ def gated_delta(x: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
 @block(given(2, 1024, 2048, dtype=torch.float16), given(2048, dtype=torch.float16))
 def scaled_norm(x: Tensor, weight: Tensor) -> Tensor:
     x = x.float()
-    return (weight * (x / (x.norm(dim=-1, keepdim=True) * 2048**-0.5 + 1e-6))).half()
+    return (weight * (x / (x.norm(dim=-1, keepdim=True) * 2048**-0.5 + 1e-6))).to(torch.float16)

@@ -94,7 +94,7 @@ def clipped_units(w: Tensor, g: Tensor) -> Tensor:
 @block(given(2048, 2048), given(2048, 2048, dtype=FULL), given(2048, 2048))
 def orthogonal_update(w: Tensor, moment: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     moment = torch.lerp(moment, g.float(), 0.05)
-    wanted = torch.lerp(g.float(), moment, 0.95).bfloat16()
+    wanted = torch.lerp(g.float(), moment, 0.95).to(torch.bfloat16)
     return moment, wanted / (wanted.norm() + 1e-7)
 
 

@@ -61,8 +61,8 @@ def runs_apart(body: Body, dims: Sequence[int], strides: Strides, kept: Sequence
                programs: int) -> tuple[int, int]:  # fmt: skip
     """Of how many of the ``kept`` dimensions, the outer ones, a program takes one index, so that the others are a run in memory,
     and the block of it, ``block`` or narrower: an index that is split off in each element does not tell the compiler how they
-    lie, who then loads one here and one there. Where an index chooses rows, it is loaded once for each, not for each element.
-    (0, ``block``) where the compiler knows and none does, or where blocks would be much longer than runs.
+    lie, who then loads one here and one there. Where an index chooses rows, it is loaded once for each, not for each element, and
+    so is what all of a run share. (0, ``block``) where the compiler knows and none does, or where blocks would be much longer than runs.
 
     Very short runs count where they follow one another along what is reduced, if that is scanned, or long and done by so many
     ``programs``."""
@@ -71,8 +71,8 @@ def runs_apart(body: Body, dims: Sequence[int], strides: Strides, kept: Sequence
         runs -= 1
     along = math.prod(dims[dim] for dim in kept[runs:])
     narrower = min(block, power_of_two(along))
-    chosen = any(rows_by_index(step, strides) for step in body.steps)
-    if runs <= 0 or along % KNOWN == 0 and not (chosen and along >= NARROWEST):
+    once = any(rows_by_index(step, strides) or _shared(strides.get(id(step), ()), kept, gone, runs) for step in body.steps)
+    if runs <= 0 or along % KNOWN == 0 and not (once and along >= NARROWEST):
         return 0, block
     if along < NARROWEST:
         whole = along == narrower and _scans(body) or body.extent * along >= LONG and body.kept >= programs * along
@@ -81,6 +81,11 @@ def runs_apart(body: Body, dims: Sequence[int], strides: Strides, kept: Sequence
     while narrower > NARROWEST and _wasted(along, narrower):
         narrower //= 2
     return (0, block) if _wasted(along, narrower) else (runs, narrower)
+
+
+def _shared(moved: tuple[int, ...], kept: Sequence[int], gone: Sequence[int], runs: int) -> bool:
+    """Does an operand have a number for each run and each of what is reduced, such as the weight of a row in a sum?"""
+    return [any(moved[dim] for dim in some) for some in (gone, kept[:runs], kept[runs:]) if moved] == [True, True, False]
 
 
 def _follow(moved: Sequence[tuple[int, ...]], kept: Sequence[int], gone: Sequence[int], along: int) -> bool:

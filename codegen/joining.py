@@ -18,13 +18,21 @@ from codegen.lowering import Lowering, arguments, fill_of
 from codegen.promotion import HALF, compute_dtype
 from codegen.pulled import Known, Puller, identity_mapper, spread_mapper, window_mapper
 from codegen.reductions import operand_of
+from ir_nodes import settings
 from ir_nodes.layout import Layout
 from ir_nodes.node import Node, Operand
+from ir_nodes.ops import info
 
 Size = tuple[int, ...]
 
 MOST_SOURCES = 4
 """More than so many tensors are copied into place one by one: every element of one kernel would ask which it belongs to."""
+
+SHORT_RUN = 32
+"""Bytes of a run in the result that are too few to be stored apart from what lies between them."""
+
+_MAKERS = ("pointwise", "normalization", "softmax", "reduction")
+_READERS = ("pointwise", "copy", "normalization", "softmax", "loss")
 
 def lower_cat(node: Node, known: Known) -> list[Part]:
     """cat and stack: a choice by index where there are a few sources, else a store into its part of the result for each."""
@@ -38,7 +46,7 @@ def lower_cat(node: Node, known: Known) -> list[Part]:
     dim = args["dim"] % rank if rank else 0
     if sum(source.layout.size[dim] for source in sources) != write.layout.size[dim]:
         raise Unsupported("a concatenation of another shape than its result")
-    if len(sources) <= MOST_SOURCES:
+    if len(sources) <= MOST_SOURCES and not _stored_by_makers(node, sources, dim):
         try:
             return [_best(node, sources, dim, known)]
         except Unsupported:
@@ -49,6 +57,18 @@ def lower_cat(node: Node, known: Known) -> list[Part]:
 def _unsqueezed(layout: Layout, dim: int) -> Layout:
     size, stride = ((*of[:dim], one, *of[dim:]) for of, one in ((layout.size, 1), (layout.stride, 0)))
     return replace(layout, size=size, stride=stride)
+
+
+def _stored_by_makers(node: Node, sources: Sequence[Operand], dim: int) -> bool:
+    """Had each source better be stored into its place by what makes it? They are of one shape and made here, as gradients of
+    chunks are, so that one kernel makes all of them, and nobody reads the result element by element, in whose kernel it would
+    be."""
+    write = node.writes[0]
+    run = math.prod(sources[0].layout.size[dim:]) * write.layout.itemsize if sources else 0
+    made = [source.value.producer for source in sources]
+    return (settings.enabled("stored_by_makers") and run >= SHORT_RUN and len({source.layout.size for source in sources}) == 1
+            and all(maker is not None and info(maker.target).kind in _MAKERS for maker in made)
+            and not any(info(user.target).kind in _READERS for user in write.value.users))  # fmt: skip
 
 
 def _copied(node: Node, sources: Sequence[Operand], dim: int) -> list[Part]:

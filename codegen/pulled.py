@@ -23,6 +23,9 @@ MAX_INSTRUCTIONS = 80
 MOST_PARTS = 8
 """Parts, which are loaded under conditions of their own, that all readers of a value together have in its place at most. On an
 H200 the gradient of an image's blur, three columns of three rows, takes 62 us from nine parts."""
+MOST_MORE = 3
+"""More loads than if it were stored that all readers of a value together make in its place at most, such as those of nine parts
+of an image's edges."""
 MOST_PIECES = 16
 """Of how many times as many elements a reader of costly values may walk, such as a concatenation of so many."""
 _COSTLY = ("libdevice.", "pow", "_tanh", "_normal", "_logistic", "tl.exp", "tl.log", "div", "_ratio", "sqrt", "_root", "philox")
@@ -108,7 +111,7 @@ class Puller:
             before = len(instrs)
             try:
                 made = self.part(part, _chained(part, access, mapper), depth + 1, alone)
-                if self._parts(instrs[before:]) * len(access.value.users) <= MOST_PARTS:
+                if self._fewer(instrs[before:], len(access.value.users)):
                     return made
                 del instrs[before:]
             except Unsupported:
@@ -125,9 +128,12 @@ class Puller:
         conditions = () if self.valid is None else (self.valid,)
         return self.lowering.add(Instr("load", dtype, FULL, conditions, access=seen, rounded=rounded))
 
-    def _parts(self, instrs: Sequence[Instr]) -> int:
-        """How many loads are made under conditions of their own, as parts of what is wanted."""
-        return sum(bool(one.args) and one.args[0] is not self.valid for one in instrs if one.kind == "load")
+    def _fewer(self, instrs: Sequence[Instr], users: int) -> bool:
+        """Are ``instrs`` in all of ``users`` better than to store the value once and load it there? Not if many are loads, or
+        loads under conditions of their own, as parts of what is wanted."""
+        loads = [one for one in instrs if one.kind == "load"]
+        parts = sum(bool(one.args) and one.args[0] is not self.valid for one in loads)
+        return parts * users <= MOST_PARTS and (users - 1) * (len(loads) - 1) <= MOST_MORE
 
     def part(self, part: Part, mapper: Mapper, depth: int, alone: bool) -> Instr:
         """What ``part`` stores."""

@@ -1,7 +1,7 @@
 """Computes what is read by index where it is read, instead of storing it for that: mirrored, rolled, resized and pooled operands,
 picked rows. Imports codegen's leaf modules and `ir_nodes`.
 
-Only what nobody else reads, and what costs little, or is read once.
+Only what nobody else reads or what is made of no more bytes than it has, and what costs little, or is read once.
 """
 
 from __future__ import annotations
@@ -76,19 +76,22 @@ def _is_cheap(part: Part, maker: Part, known: Known) -> bool:
         return False
     loads = [access for mode, access in maker.accesses() if mode == "r"]
     large = [access for access in loads if access.high - access.low > store.value.buffer.nbytes // 4]
+    value, bytes_read = store.value, sum(access.dtype.itemsize for access in large)
+    alone = len(value.users) == 1 and not value.buffer.live
+    if not alone and bytes_read > store.dtype.itemsize:
+        return False
     if len(large) > (MOST_READ if len(takes) <= OFTEN else 1) or not all(map(known.still_there, loads)):
         return False
-    again = len(takes) * part.numel / maker.numel
+    again = len(takes) * part.numel / maker.numel + (0 if alone else 1)
     return again <= 1 or again * maker.facts.work <= MOST_WORK
 
 
 def _is_dense(store: MemAccess, numel: int) -> bool:
-    """Are all of a value's elements stored in order, for one reader that is not its owner? What is written in place into a part
-    of another value is not all that its readers see."""
+    """Are all of a value's elements stored in order? What is written in place into a part of another value is not all that its
+    readers see."""
     value = store.value
-    alone = len(value.users) == 1 and not value.buffer.live and value.buffer.index >= 0
-    whole = not store.byte_offset and numel * store.dtype.itemsize == value.buffer.nbytes
-    return alone and whole and store.form == forms.collapse((numel,), (1,))
+    whole = value.buffer.index >= 0 and not store.byte_offset and numel * store.dtype.itemsize == value.buffer.nbytes
+    return whole and store.form == forms.collapse((numel,), (1,))
 
 
 class _Taker:

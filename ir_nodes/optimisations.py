@@ -44,6 +44,7 @@ OPTIMISATIONS: dict[str, str] = {
     "tiling": "two-dimensional tiles where operands disagree on the fast axis",
     "row_strips": "rows that no power of two fits are held in registers in several strips",
     "aligned_rows": "rows that start or end off 16-byte boundaries are read in whole vectors",
+    "stored_by_makers": "parts of a concatenation are stored into their places by the kernel that makes them",
     "loop_order": "a kernel walks its dimensions in the order that suits its operands",
     "packed_rounding": "rounding to bfloat16 between two steps of a kernel is one instruction",
     "combo": "small kernels that do not depend on one another share a launch",

@@ -43,8 +43,19 @@ def test_nothing_is_stored_to_be_read_by_index(name: str) -> None:
 
 
 def test_what_others_read_too_or_costs_much_for_many_reads_is_stored() -> None:
-    for program in (lambda x: [torch.flip(kept := x * 2, (1,)), kept], lambda x: F.avg_pool2d(x.exp()[:, None], 3, 1, 1)):
+    for program in (lambda x: [torch.flip(kept := x * x.flip(0), (1,)), kept], lambda x: F.avg_pool2d(x.exp()[:, None], 3, 1, 1)):
         check(program, data(3, 8, 6), count=2, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_made_of_one_operand_is_computed_again_although_others_read_it() -> None:
+    """A step of heat, whose gradient reads a multiple of the tangent where it stands and at four neighbours."""
+    check(lambda x: [torch.flip(kept := x * 2, (1,)), kept], data(3, 8, 6), count=1)
+
+    def program(x: Tensor) -> Tensor:
+        kept = x * 0.1
+        return x - kept * 4 + torch.roll(kept, 1, 1) + torch.roll(kept, -1, 1) + torch.roll(kept, 1, 2) + torch.roll(kept, -1, 2)
+
+    check(program, data(3, 8, 6), count=1, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kept", [lambda made: made + 1, lambda made: made[:5].clone()])
@@ -64,7 +75,7 @@ def test_numbers_that_would_be_stored_instead_are_not() -> None:
     """Two sums are stored, or what is read of them; that is less."""
 
     def program(x: Tensor, y: Tensor) -> list[Tensor]:
-        one, two = x.exp(), y.exp()
+        one, two = x.exp() * y, y.exp() * x
         return [torch.flip(one + two, (1,)), one.sum(1), two.sum(1)]
 
     made = check(program, data(6, 8), data(6, 8, seed=1), rtol=1e-5, atol=1e-6)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Sequence
+
 from ir_nodes import Layout, Node, Operand
+from ir_nodes.node import Write
 from ir_nodes.ops import info, split
 
 ROWS = ("softmax", "normalization", "reduction")
@@ -21,6 +24,11 @@ def is_cheap(node: Node) -> bool:
     if row.kind in ROWS:
         return node.reads[0].layout.is_contiguous and reduces_rows(node)
     return row.kind in _ELEMENTWISE or row.name in _COPIES
+
+
+def walks(node: Node) -> Sequence[Operand | Write]:
+    """What tells how much a kernel walks for ``node``: parts that are joined are stored by the kernel that makes them."""
+    return node.reads if node.name in ("cat", "stack") else (*node.reads, *node.writes)
 
 
 def is_elementwise(node: Node) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Sequence
 
 from barriers.min_cut import NEVER, min_cut
-from barriers.passes.cheap import ROWS, is_cheap, reduces_rows, sees_all
+from barriers.passes.cheap import ROWS, is_cheap, reduces_rows, sees_all, walks
 from barriers.passes.dead import drop, eliminate_dead, reachable
 from ir_nodes import BufferKind, Graph, Node, Value
 from ir_nodes.kernels import Kernels, Partition, homes, is_window, traffic, with_pulled
@@ -288,7 +288,7 @@ class Space:
         along = [node for node in rows if info(node.target).kind == "loss" or reduces_rows(node)] or rows
         # A table that rows are picked from or added to is not walked.
         walked = [node for node in nodes if info(node.target).kind not in ("gather", "scatter")] or nodes
-        sizes = [part.layout.numel for node in walked for part in (*node.reads, *node.writes)]
+        sizes = [part.layout.numel for node in walked for part in walks(node)]
         kept, within = (frozenset(write.layout.numel for node in some for write in node.writes) for some in (along, pulled))
         return Space(max(sizes), kept, within, bool(rows))
 
