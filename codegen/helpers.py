@@ -1,6 +1,8 @@
-"""Functions that a generated kernel's file defines where its text calls them. Imports nothing of ours."""
+"""Functions that a generated kernel's file defines where its text calls them. Imports `codegen.eighths`."""
 
 from __future__ import annotations
+
+from codegen.eighths import E4M3, E5M2
 
 
 def _power(name: str, general: str) -> str:
@@ -218,7 +220,7 @@ HELPERS = {"_quotient(": QUOTIENT, "_pow(": POW, "pow_16(": POW_16, "_number_pow
            "_tanh_16(": TANH_16,
            "_normal(": NORMAL, "_logistic(": LOGISTIC, "_bf16(": BF16, ", _mul": MUL, "_logaddexp": LOGADDEXP,
            "_as_loaded(": AS_LOADED, "_wide(": WIDE, "_ratio(": RATIO, "_root(": ROOT,
-           "_share(": SHARE, "_of_eight(": OF_EIGHT, "_to_eight(": TO_EIGHT}
+           "_share(": SHARE, "_of_eight(": OF_EIGHT, "_to_eight(": TO_EIGHT, "e4m3": E4M3, "e5m2": E5M2}
 
 
 def used(text: str) -> str:

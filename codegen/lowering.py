@@ -13,6 +13,7 @@ from typing import Any, Mapping, Sequence
 import torch
 
 from codegen import forms
+from codegen.eighths import FLOAT8, of_bytes, rounding, to_bytes
 from codegen.expressions import Unsupported
 from codegen.forms import Form, Reduced
 from codegen.instructions import FULL, KEPT, UNIFORM, Instr, MemAccess, Part
@@ -114,9 +115,16 @@ class Lowering:
         filled = fill_of(operand)
         if filled is not None:
             return self.cast(self.read(filled, compute_dtype(layout.dtype)), layout.dtype)
+        if layout.dtype in FLOAT8:
+            return self._of_bytes(layout.dtype, self.load(Operand(operand.value, replace(layout, dtype=torch.uint8)), level))
         access = self.access(operand.value, layout, level)
         rounded = layout.dtype if layout.dtype in HALF else None
         return self.add(Instr("load", compute_dtype(layout.dtype), level, access=access, rounded=rounded))
+
+    def _of_bytes(self, dtype: torch.dtype, stored: Instr) -> Instr:
+        value = self.expr(of_bytes(dtype), stored, dtype=torch.float32)
+        value.rounded = dtype
+        return value
 
     def scalar(self, number: ScalarInput, dtype: torch.dtype) -> Instr:
         """A number input as ``dtype``."""
@@ -151,12 +159,12 @@ class Lowering:
         return self.add(Instr("expr", dtype, level, args, text))
 
     def cast(self, value: Instr, dtype: torch.dtype) -> Instr:
-        """``value`` held as ``compute_dtype(dtype)``, and rounded to ``dtype`` where that is a 16-bit float."""
+        """``value`` held as ``compute_dtype(dtype)``, and rounded to ``dtype`` where that is a narrower float."""
         held = compute_dtype(dtype)
         if value.dtype is not held:
             value = self._convert(value, held)
-        if dtype in HALF and value.rounded is not dtype:
-            text = f"{{0}}.to({TRITON_TYPES[dtype]}).to(tl.float32)"
+        if dtype is not held and dtype.is_floating_point and value.rounded is not dtype:
+            text = rounding(dtype) if dtype in FLOAT8 else f"{{0}}.to({TRITON_TYPES[dtype]}).to(tl.float32)"
             value = self.expr(text, value, dtype=held)
             value.rounded = dtype
         return value
@@ -246,6 +254,9 @@ class Lowering:
         return self.store(write.value, write.layout, value, level)
 
     def store(self, target: Value, layout: Layout, value: Instr, level: int = FULL) -> Instr:
+        if layout.dtype in FLOAT8:
+            stored = self.expr(to_bytes(layout.dtype), self.cast(value, layout.dtype), dtype=torch.uint8)
+            return self.store(target, replace(layout, dtype=torch.uint8), stored, level)
         access = self.access(target, layout, level)
         if any(stride == 0 for _, stride in access.form):
             raise Unsupported("a write through an overlapping view")

@@ -10,6 +10,7 @@ from typing import Any, Mapping
 import torch
 
 from codegen.activations import ACTIVATIONS
+from codegen.eighths import FLOAT8
 from codegen.expressions import ROWS, Case, Row, Unsupported, function
 from codegen.instructions import Instr, Part
 from codegen.lowering import Lowering, arguments
@@ -60,6 +61,8 @@ def element(lowering: Lowering, row: Row, args: Mapping[str, Any], out: torch.dt
     dtype = _dtype(row, args, out)
     if dtype in HALF and out not in (*HALF, torch.bool) and row.promote not in ("cast", "result"):
         raise Unsupported("its result is rounded to 16 bits before it is widened")
+    if dtype in FLOAT8 and row.promote != "cast":
+        raise Unsupported("PyTorch computes nothing with 8-bit floats")
     constants = {name: arg for name, arg in args.items() if not isinstance(arg, (Operand, ScalarInput, Instr))}
     half = TRITON_TYPES[dtype] if dtype in HALF and not lowering.part.node.name.startswith("_foreach_") else ""
     if row is ROWS["div"] and _by_number(lowering.part.node, args):

@@ -1,10 +1,12 @@
-"""The dtype an elementwise op computes in, by torch's promotion rules. Imports torch only."""
+"""The dtype an elementwise op computes in, by torch's promotion rules. Imports torch and `codegen.eighths`."""
 
 from __future__ import annotations
 
 from typing import Iterable
 
 import torch
+
+from codegen.eighths import FLOAT8
 
 _RANK = {torch.bool: 0, torch.uint8: 1, torch.int8: 1, torch.int16: 1, torch.int32: 1, torch.int64: 1}
 
@@ -24,8 +26,8 @@ HALF = frozenset((torch.float16, torch.bfloat16))
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What a kernel holds a ``dtype`` element in: 16-bit floats are widened."""
-    return torch.float32 if dtype in HALF else dtype
+    """What a kernel holds a ``dtype`` element in: floats of 16 and 8 bits are widened."""
+    return torch.float32 if dtype in HALF or dtype in FLOAT8 else dtype
 
 
 def category(dtype: torch.dtype) -> int:

@@ -1,0 +1,85 @@
+"""8-bit floats in memory: what makes float32 of their bytes, rounds to them and makes bytes of that. Imports torch only.
+
+Kernels load and store bytes and compute with float32; integer arithmetic does the rest, which memory hides, so that any GPU will do.
+ATen computes nothing with such numbers, it only copies and casts.
+"""
+
+from __future__ import annotations
+
+import torch
+
+FLOAT8 = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
+_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+
+BEYOND = 'float("nan")' if torch.tensor(1e9).to(torch.float8_e4m3fn).isnan() else "448.0"
+"""What a number too large for e4m3 becomes: PyTorch's versions differ."""
+
+
+def of_bytes(dtype: torch.dtype) -> str:
+    """The float32 that a byte {0} stands for."""
+    return f"_of_{_NAMES[dtype]}({{0}})"
+
+
+def to_bytes(dtype: torch.dtype) -> str:
+    """The byte of a float32 {0} that is rounded already."""
+    return f"_{_NAMES[dtype]}_bytes({{0}})"
+
+
+def rounding(dtype: torch.dtype) -> str:
+    """A float32 {0} rounded to nearest, ties to even, as ATen does."""
+    return f"_to_e4m3({{0}}, {BEYOND})" if dtype is torch.float8_e4m3fn else "_to_e5m2({0})"
+
+
+E4M3 = '''
+@triton.jit
+def _of_e4m3(x):
+    size = x.to(tl.int32) & 127
+    y = (size << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    y = tl.where(size == 127, float("nan"), y)
+    return tl.where(x.to(tl.int32) >= 128, -y, y)
+
+
+@triton.jit
+def _to_e4m3(x, beyond):
+    size = tl.abs(x)
+    bits = size.to(tl.int32, bitcast=True)
+    y = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    y = tl.where(size < 0.015625, (size + 16384.0) - 16384.0, y)
+    y = tl.where(size <= 464.0, y, tl.where(size == size, beyond, size))
+    return tl.where(x.to(tl.int32, bitcast=True) < 0, -y, y)
+
+
+@triton.jit
+def _e4m3_bytes(x):
+    size = tl.abs(x)
+    bits = (size * 7.52316384526264e-37).to(tl.int32, bitcast=True) >> 20
+    bits = tl.where(size == size, bits, 127)
+    return tl.where(x.to(tl.int32, bitcast=True) < 0, bits + 128, bits).to(tl.uint8)
+
+
+'''
+"""The exponent's bias differs by 120, and a power of two moves it, denormal numbers' too."""
+
+E5M2 = '''
+@triton.jit
+def _of_e5m2(x):
+    return (x.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _to_e5m2(x):
+    size = tl.abs(x)
+    bits = size.to(tl.int32, bitcast=True)
+    y = ((bits + 0xFFFFF + ((bits >> 21) & 1)) & -0x200000).to(tl.float32, bitcast=True)
+    y = tl.where(size < 0.00006103515625, (size + 128.0) - 128.0, y)
+    y = tl.where(size < 61440.0, y, tl.where(size == size, float("inf"), size))
+    return tl.where(x.to(tl.int32, bitcast=True) < 0, -y, y)
+
+
+@triton.jit
+def _e5m2_bytes(x):
+    return (x.to(tl.float16).to(tl.int16, bitcast=True) >> 8).to(tl.uint8)
+
+
+'''
+"""The upper bytes of float16."""

@@ -1,0 +1,47 @@
+"""8-bit floats are cast and copied in kernels, to ATen's bits."""
+
+from __future__ import annotations
+
+from typing import Callable
+
+import pytest
+import torch
+from graphs import compare, kernels, record
+from torch import Tensor
+
+from codegen.fuse import plan
+
+KINDS = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+def numbers() -> Tensor:
+    """Ordinary, small and large ones, those half way between two, and those that are none."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(1500, generator=generator) * torch.logspace(-6, 6, 1500)
+    every = torch.arange(256, dtype=torch.uint8)
+    steps = torch.cat([every.view(kind).float() for kind in KINDS])
+    halves = (steps + torch.cat([steps[1:], steps[:1]])) / 2
+    special = torch.tensor([0.0, -0.0, 464.0, 464.1, 61439.0, 61440.0, 1e9, float("inf"), float("-inf"), 2.0**-10, 1e-30, -1e-45])
+    return torch.cat([drawn, steps, halves, special])
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("program", [
+    lambda x, kind: x.to(kind),
+    lambda x, kind: (x * 2).to(torch.bfloat16).to(kind),
+    lambda x, kind: x.to(kind).float() + 1,
+    lambda x, kind: torch.cat((x.to(kind), x.neg().to(kind))),
+    lambda x, kind: (x.view(4, -1) / x.view(4, -1).abs().nan_to_num(1, 1, 1).amax(1, keepdim=True)).to(kind).t().contiguous(),
+    lambda x, kind: x.to(kind).clone(),
+], ids=["cast", "rounded", "back", "joined", "scaled", "copied"])  # fmt: skip
+def test_casts_are_in_kernels(program: Callable[[Tensor, torch.dtype], Tensor], kind: torch.dtype) -> None:
+    recording, outs = record(lambda x: [program(x, kind)], numbers())
+    made = plan(recording.graph)
+    assert len(kernels(made)) == len(made.steps) > 0
+    compare(recording, made, outs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_every_byte(kind: torch.dtype) -> None:
+    recording, outs = record(lambda x: [x.float(), x.to(torch.bfloat16)], torch.arange(256, dtype=torch.uint8).view(kind))
+    compare(recording, plan(recording.graph), outs, rtol=0, atol=0)
