@@ -22,7 +22,8 @@ HELD = 64
 """Elements of its columns that a thread holds at a time, half as many where several operands are read."""
 
 NARROWEST = 16
-"""Columns of a program at least."""
+"""Columns of a program at least, unless these are scanned, step after step. On an H200, running sums of 64 columns of 8,192 int64
+take 139 us by programs for 16, 44 for 4, 25 for one."""
 
 LONG = 8192
 """Elements from which on columns of very short runs take less time one run by one. On an H200, softmax in bfloat16 over 3,001 of
@@ -39,8 +40,8 @@ def column_width(body: Body, tuning: Tuning, split: bool) -> int:
     sharing = max(body.extent // tuning.split_rows, 1)
     while split and width > least and -(-body.kept // width) * sharing < tuning.programs:
         width //= 2
-    enough = tuning.programs if body.kept % 8 == 0 else 2 * tuning.cores
-    while not split and width > NARROWEST and -(-body.kept // width) < (enough if width > least else tuning.cores):
+    enough, narrowest = tuning.programs if body.kept % 8 == 0 else 2 * tuning.cores, 1 if _scans(body) else NARROWEST
+    while not split and width > narrowest and -(-body.kept // width) < (enough if width > least else tuning.cores):
         width //= 2
     return width
 
@@ -62,7 +63,8 @@ def runs_apart(body: Body, dims: Sequence[int], strides: Strides, kept: Sequence
     """Of how many of the ``kept`` dimensions, the outer ones, a program takes one index, so that the others are a run in memory,
     and the block of it, ``block`` or narrower: an index that is split off in each element does not tell the compiler how they
     lie, who then loads one here and one there. Where an index chooses rows, it is loaded once for each, not for each element, and
-    so is what all of a run share. (0, ``block``) where the compiler knows and none does, or where blocks would be much longer than runs.
+    so is what all of a run share. (0, ``block``) where the compiler knows and none does, or where blocks would be much longer than
+    runs.
 
     Very short runs count where they follow one another along what is reduced, if that is scanned, or long and done by so many
     ``programs``."""

@@ -1,7 +1,7 @@
 """8-bit floats in memory: what makes float32 of their bytes, rounds to them and makes bytes of that. Imports torch only.
 
-Kernels load and store bytes and compute with float32; integer arithmetic does the rest, which memory hides, so that any GPU will do.
-ATen computes nothing with such numbers, it only copies and casts.
+Kernels load and store bytes and compute with float32. From Hopper on the GPU converts two numbers at a time, elsewhere integer
+arithmetic does, which takes twice the time of the memory. ATen computes nothing with such numbers, it only copies and casts.
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ def of_bytes(dtype: torch.dtype) -> str:
 
 
 def to_bytes(dtype: torch.dtype) -> str:
-    """The byte of a float32 {0} that is rounded already."""
-    return f"_{_NAMES[dtype]}_bytes({{0}})"
+    """The byte of a float32 {0}, rounded to nearest, ties to even, as ATen does."""
+    return f"_{_NAMES[dtype]}_bytes({{0}}{_beyond(dtype)})"
 
 
 def rounding(dtype: torch.dtype) -> str:
-    """A float32 {0} rounded to nearest, ties to even, as ATen does."""
-    return f"_to_e4m3({{0}}, {BEYOND})" if dtype is torch.float8_e4m3fn else "_to_e5m2({0})"
+    """A float32 {0}, rounded likewise."""
+    return f"_to_{_NAMES[dtype]}({{0}}{_beyond(dtype)})"
+
+
+def _beyond(dtype: torch.dtype) -> str:
+    return f", {BEYOND}" if dtype is torch.float8_e4m3fn else ""
 
 
 E4M3 = '''
@@ -50,7 +54,8 @@ def _to_e4m3(x, beyond):
 
 
 @triton.jit
-def _e4m3_bytes(x):
+def _e4m3_bytes(x, beyond):
+    x = _to_e4m3(x, beyond)
     size = tl.abs(x)
     bits = (size * 7.52316384526264e-37).to(tl.int32, bitcast=True) >> 20
     bits = tl.where(size == size, bits, 127)
@@ -78,8 +83,50 @@ def _to_e5m2(x):
 
 @triton.jit
 def _e5m2_bytes(x):
-    return (x.to(tl.float16).to(tl.int16, bitcast=True) >> 8).to(tl.uint8)
+    return (_to_e5m2(x).to(tl.float16).to(tl.int16, bitcast=True) >> 8).to(tl.uint8)
 
 
 '''
 """The upper bytes of float16."""
+
+E4M3_ON_HOPPER = '''
+@triton.jit
+def _of_e4m3(x):
+    return x.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _e4m3_bytes(x, beyond):
+    if beyond != 448.0:
+        x = tl.where(tl.abs(x) > 464.0, beyond, x)
+    return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def _to_e4m3(x, beyond):
+    return _of_e4m3(_e4m3_bytes(x, beyond))
+
+
+'''
+"""The instruction gives what is too large, infinity too, the largest number."""
+
+E5M2_ON_HOPPER = '''
+@triton.jit
+def _of_e5m2(x):
+    return (x.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _e5m2_bytes(x):
+    infinite = tl.where(x < 0, 252, 124).to(tl.uint8)
+    return tl.where(tl.abs(x) >= 61440.0, infinite, x.to(tl.float8e5).to(tl.uint8, bitcast=True))
+
+
+@triton.jit
+def _to_e5m2(x):
+    return _of_e5m2(_e5m2_bytes(x))
+
+
+'''
+
+ON_HOPPER = {E4M3: E4M3_ON_HOPPER, E5M2: E5M2_ON_HOPPER}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from codegen.eighths import E4M3, E5M2
+from codegen.eighths import E4M3, E5M2, ON_HOPPER
 
 
 def _power(name: str, general: str) -> str:
@@ -223,6 +223,7 @@ HELPERS = {"_quotient(": QUOTIENT, "_pow(": POW, "pow_16(": POW_16, "_number_pow
            "_share(": SHARE, "_of_eight(": OF_EIGHT, "_to_eight(": TO_EIGHT, "e4m3": E4M3, "e5m2": E5M2}
 
 
-def used(text: str) -> str:
-    """The helpers that ``text`` calls or passes on."""
-    return "".join(source.lstrip("\n") for call, source in HELPERS.items() if call in text)
+def used(text: str, recent: bool = False) -> str:
+    """The helpers that ``text`` calls or passes on. ``recent``: for a GPU that has instructions for 8-bit floats."""
+    found = [source for call, source in HELPERS.items() if call in text]
+    return "".join((ON_HOPPER.get(source, source) if recent else source).lstrip("\n") for source in found)

@@ -255,7 +255,7 @@ class Lowering:
 
     def store(self, target: Value, layout: Layout, value: Instr, level: int = FULL) -> Instr:
         if layout.dtype in FLOAT8:
-            stored = self.expr(to_bytes(layout.dtype), self.cast(value, layout.dtype), dtype=torch.uint8)
+            stored = self.expr(to_bytes(layout.dtype), self.cast(value, torch.float32), dtype=torch.uint8)
             return self.store(target, replace(layout, dtype=torch.uint8), stored, level)
         access = self.access(target, layout, level)
         if any(stride == 0 for _, stride in access.form):

@@ -58,7 +58,8 @@ class SourceWriter(ClusterWriter):
         blocks = ["B0", "B1", "BK"] if self.tile.depth else ["B0", "B1"]
         parameters = ", ".join([*self.arguments.names(), *(f"{block}: tl.constexpr" for block in blocks)])
         text = "\n".join(self._lines)
-        helpers = (PHILOX if any(step.stage == "random" for step in self.body.steps) else "") + used(text) + self._helpers(text)
+        helpers = (PHILOX if any(step.stage == "random" for step in self.body.steps) else "") + used(text, self.tile.overlaps)
+        helpers += self._helpers(text)
         return _HEADER.format(title=title) + helpers + f"@triton.jit\ndef {name}({parameters}):\n{text}\n"
 
     # Passes over the reduced dimensions

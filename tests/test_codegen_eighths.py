@@ -6,10 +6,12 @@ from typing import Callable
 
 import pytest
 import torch
-from graphs import compare, kernels, record
+from graphs import compare, compile_all, kernels, record
 from torch import Tensor
 
+from codegen import eighths
 from codegen.fuse import plan
+from codegen.tuning import INTERPRETER
 
 KINDS = [torch.float8_e4m3fn, torch.float8_e5m2]
 
@@ -36,7 +38,7 @@ def numbers() -> Tensor:
 ], ids=["cast", "rounded", "back", "joined", "scaled", "copied"])  # fmt: skip
 def test_casts_are_in_kernels(program: Callable[[Tensor, torch.dtype], Tensor], kind: torch.dtype) -> None:
     recording, outs = record(lambda x: [program(x, kind)], numbers())
-    made = plan(recording.graph)
+    made = plan(recording.graph, tuning=INTERPRETER)
     assert len(kernels(made)) == len(made.steps) > 0
     compare(recording, made, outs, rtol=0, atol=0)
 
@@ -44,4 +46,12 @@ def test_casts_are_in_kernels(program: Callable[[Tensor, torch.dtype], Tensor], 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_every_byte(kind: torch.dtype) -> None:
     recording, outs = record(lambda x: [x.float(), x.to(torch.bfloat16)], torch.arange(256, dtype=torch.uint8).view(kind))
-    compare(recording, plan(recording.graph), outs, rtol=0, atol=0)
+    compare(recording, plan(recording.graph, tuning=INTERPRETER), outs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("beyond", ["448.0", 'float("nan")'])
+def test_kernels_for_hopper_compile(kind: torch.dtype, beyond: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eighths, "BEYOND", beyond)
+    recording, _ = record(lambda x: [x.to(kind), x.to(kind).float() * 2], numbers())
+    compile_all(plan(recording.graph))
