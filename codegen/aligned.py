@@ -103,8 +103,9 @@ def in_vectors(tile: Tile, body: Body) -> bool:
     rows, along = tile.axes[0], tile.axes[1]
     if tile.depth or rows is None or rows.block == 1 or tile.covered or tile.ragged or tile.peel > 1 or not along.dims:
         return True
-    full = [step for step in over_rows(body, tile.strides) if step.stage == "load"]
-    apart = {stride for step in full for stride in tile.strides[id(step)] if stride > 1}
+    loads = [tile.strides[id(step)] for step in over_rows(body, tile.strides) if step.stage == "load"]
+    full = [strides for strides in loads if any(strides[dim] for dim in along.dims)]  # others have an element for each row
+    apart = {stride for strides in full for stride in strides if stride > 1}
     return not full or all(size % KNOWN == 0 for size in (*apart, tile.dims[along.dims[-1]]))
 
 

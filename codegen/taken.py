@@ -82,7 +82,9 @@ def _is_cheap(part: Part, maker: Part, known: Known) -> bool:
         return False
     if len(large) > (MOST_READ if len(takes) <= OFTEN else 1) or not all(map(known.still_there, loads)):
         return False
-    again = len(takes) * part.numel / maker.numel + (0 if alone else 1)
+    again = len(takes) * part.numel / maker.numel
+    if not alone and again > 1:
+        return False
     return again <= 1 or again * maker.facts.work <= MOST_WORK
 
 
