@@ -21,9 +21,10 @@ from codegen.tuning import PIECE, PIECES, Tuning, power_of_two, snug_block
 HELD = 64
 """Elements of its columns that a thread holds at a time, half as many where several operands are read."""
 
-IN_TURN, WARP_HELD = 3, 64
-"""From how many reductions in turn on a warp holds short columns by itself, so many elements a thread: it exchanges numbers with no
-other one. On an H200, a norm over 96 of 64 x 96 x 56 x 56 with its gradient, five sums: 194 us by eight warps, 141 by four, 121."""
+IN_TURN, WARP_HELD = 5, 64
+"""From how many reductions in turn on a warp holds short columns by itself, so many elements a thread: it exchanges numbers with
+no other one. On an H200, a norm over 96 of 64 x 96 x 56 x 56 with its gradient, five sums: 194 us by eight warps, 141 by four,
+121 by one; with four sums of four operands 128 by more and 141 by one."""
 
 NARROWEST = 16
 """Columns of a program at least, unless these are scanned, step after step. On an H200, running sums of 64 columns of 8,192 int64
@@ -71,8 +72,7 @@ def runs_apart(body: Body, dims: Sequence[int], strides: Strides, kept: Sequence
     """Of how many of the ``kept`` dimensions, the outer ones, a program takes one index, so that the others are a run in memory,
     and the block of it, ``block`` or narrower: an index that is split off in each element does not tell the compiler how they
     lie, who then loads one here and one there. Where an index chooses rows, it is loaded once for each, not for each element, and
-    so is what all of a run share. (0, ``block``) where the compiler knows and none does, or where blocks would be much longer than
-    runs.
+    so is what all of a run share. (0, ``block``) where the compiler knows and none does, or where blocks would be longer by far.
 
     Very short runs count where they follow one another along what is reduced, if that is scanned, or long and done by so many
     ``programs``."""

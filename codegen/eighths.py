@@ -34,16 +34,19 @@ def _beyond(dtype: torch.dtype) -> str:
     return f", {BEYOND}" if dtype is torch.float8_e4m3fn else ""
 
 
-E4M3 = '''
+_READ = '''
 @triton.jit
 def _of_e4m3(x):
     size = x.to(tl.int32) & 127
-    y = (size << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    y = ((size << 20) + 0x3C000000).to(tl.float32, bitcast=True)
+    y = tl.where(size < 8, size.to(tl.float32) * 0.001953125, y)
     y = tl.where(size == 127, float("nan"), y)
     return tl.where(x.to(tl.int32) >= 128, -y, y)
 
 
-@triton.jit
+'''
+
+E4M3 = f'''{_READ}@triton.jit
 def _to_e4m3(x, beyond):
     size = tl.abs(x)
     bits = size.to(tl.int32, bitcast=True)
@@ -57,13 +60,14 @@ def _to_e4m3(x, beyond):
 def _e4m3_bytes(x, beyond):
     x = _to_e4m3(x, beyond)
     size = tl.abs(x)
-    bits = (size * 7.52316384526264e-37).to(tl.int32, bitcast=True) >> 20
+    bits = (size.to(tl.int32, bitcast=True) - 0x3C000000) >> 20
+    bits = tl.where(size < 0.015625, (size * 512.0).to(tl.int32), bits)
     bits = tl.where(size == size, bits, 127)
     return tl.where(x.to(tl.int32, bitcast=True) < 0, bits + 128, bits).to(tl.uint8)
 
 
 '''
-"""The exponent's bias differs by 120, and a power of two moves it, denormal numbers' too."""
+"""The exponent's bias differs by 120; numbers below the smallest normal one are multiples of 2^-9."""
 
 E5M2 = '''
 @triton.jit
@@ -89,13 +93,7 @@ def _e5m2_bytes(x):
 '''
 """The upper bytes of float16."""
 
-E4M3_ON_HOPPER = '''
-@triton.jit
-def _of_e4m3(x):
-    return x.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-
-
-@triton.jit
+E4M3_ON_HOPPER = f'''{_READ}@triton.jit
 def _e4m3_bytes(x, beyond):
     if beyond != 448.0:
         x = tl.where(tl.abs(x) > 464.0, beyond, x)

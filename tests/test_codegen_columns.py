@@ -47,6 +47,27 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
 }
 
 
+def test_few_columns_are_scanned_by_a_program_each() -> None:
+    """Steps of a scan wait for one another, so that 64 columns in four programs leave the machine idle."""
+    (step,) = launches(lambda x: x.cumsum(0), 8192, 64, dtype=torch.int64)
+    assert blocks(step)[1] == 1 and step.grid[0] == 64
+    (step,) = launches(lambda x: x.cumsum(0), 8192, 8192)
+    assert blocks(step)[1] >= 16
+
+
+def test_short_columns_that_are_reduced_in_turn_are_a_warps() -> None:
+    def norm(x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        leaf = x.detach().requires_grad_()
+        mean = leaf.mean(1, keepdim=True)
+        y = (leaf - mean) / ((leaf - mean).pow(2).mean(1, keepdim=True) + 1e-6).sqrt()
+        return y.detach(), *torch.autograd.grad(y, leaf, grad)
+
+    x, grad = data(64, 96, 3136, dtype=torch.bfloat16), data(64, 96, 3136, dtype=torch.bfloat16)
+    found = kernels(plan(record(norm, x, grad)[0].graph, tuning=HOPPER))
+    assert [step.kernel.num_warps for step in found] == [1] and blocks(found[0]) == (128, 16)
+    check(norm, data(2, 96, 64), data(2, 96, 64), rtol=1e-3, atol=1e-4)
+
+
 @DTYPES
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("size", [(8, 320), (40, 131), (150, 96), (300, 17), (37, 1)], ids=str)

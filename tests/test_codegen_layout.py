@@ -217,6 +217,17 @@ def test_rows_that_an_index_chooses_are_walked_as_they_lie(dtype: torch.dtype) -
     check(lambda x, i: x[i.view(-1, 4)].sum(1), table, source[:40], rtol=1e-2, atol=1e-2)
 
 
+@DTYPES
+def test_what_all_of_a_run_share_is_loaded_once(dtype: torch.dtype) -> None:
+    """The weight of a row in a sum of rows, as of channels by a gate or of experts by their shares."""
+    x, share = data(512, 4, 1024, dtype=dtype), data(512, 4, 1, dtype=dtype)
+    (step,) = kernels(plan(record(lambda x, share: (x * share).sum(1), x, share)[0].graph))
+    assert "i2 = pid // across" in step.kernel.source and "+ i2 * s1, mask=m0)" in step.kernel.source
+    for rows in (2, 5, 40):
+        x, share = data(3, rows, 48, dtype=dtype), data(3, rows, 1, dtype=dtype)
+        check(lambda x, share: (x * share).sum(1), x, share, rtol=2e-2, atol=2e-2)
+
+
 def test_rows_are_found_by_multiplying() -> None:
     """Also where their number is a multiple of 16; along memory that would hide neighbours."""
     source = only(lambda x, y: x * y, torch.randn(4, 8, 1024, 128), torch.randn(4, 1, 1024, 1)).kernel.source
