@@ -1,10 +1,11 @@
 """Parts of well-known models and losses, with their gradients, beside torch.compile. Imports torch, `benchmarks.common`,
 `.contest`, `.drawn`, `.shapes` and the blocks.
 
-    python -m benchmarks.blocks --seconds 330
+    python -m benchmarks.blocks --seconds 450
 
 What stands between the products of models that people train (`benchmarks.transformer_blocks`, `.image_blocks`, `.loss_blocks`,
-`.sequence_blocks`, `.field_blocks`, `.update_blocks`): microseconds on the GPU alone, launches queued, contestants in turns. Both
+`.sequence_blocks`, `.field_blocks`, `.update_blocks`, `.language_blocks`, `.picture_blocks`, `.science_blocks`,
+`.number_blocks`): microseconds on the GPU alone, launches queued, contestants in turns. Both
 compile in ``--workers`` processes first. Results are compared with float64's, from which eager mode's may be as far.
 """
 
