@@ -65,10 +65,14 @@ def _stored_by_makers(node: Node, sources: Sequence[Operand], dim: int) -> bool:
     be."""
     write = node.writes[0]
     run = math.prod(sources[0].layout.size[dim:]) * write.layout.itemsize if sources else 0
-    made = [source.value.producer for source in sources]
     return (settings.enabled("stored_by_makers") and run >= SHORT_RUN and len({source.layout.size for source in sources}) == 1
-            and all(maker is not None and info(maker.target).kind in _MAKERS for maker in made)
-            and not any(info(user.target).kind in _READERS for user in write.value.users))  # fmt: skip
+            and all(map(_is_made, sources)) and not any(info(user.target).kind in _READERS for user in write.value.users))
+
+
+def _is_made(source: Operand) -> bool:
+    """Is all that a kernel makes joined, and not a part of it, whose elements another kernel would copy?"""
+    maker, whole = source.value.producer, source.layout.covers(source.value.buffer.nbytes)
+    return whole and maker is not None and info(maker.target).kind in _MAKERS
 
 
 def _copied(node: Node, sources: Sequence[Operand], dim: int) -> list[Part]:

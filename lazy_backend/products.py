@@ -20,17 +20,26 @@ Keys = torch._C.DispatchKeySet
 
 _library: list[torch.library.Library] = []  # a registration lasts as long as its library
 _OTHER = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradOther)
-_NATIVE = _OTHER | torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
+_ABOVE = (torch._C.DispatchKey.AutocastPrivateUse1, torch._C.DispatchKey.AutogradFunctionality,
+          torch._C.DispatchKey.ADInplaceOrView)  # fmt: skip
 
 
 def _native(keys: Keys) -> Keys:
     """Of an op with these ``keys``, those behind which PyTorch's own kernel for autograd is found."""
-    return keys.remove(torch._C.DispatchKey.AutogradFunctionality) | _OTHER
+    for key in _ABOVE:
+        keys = keys.remove(key)
+    return keys | _OTHER
+
+
+def _below(op: Any, *args: Any) -> Tensor:
+    """What ``op`` gives, without a gradient of its own."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
 
 
 def _again(op: Any, x: Tensor, grad: Tensor, *args: Any) -> Tensor:
     """The gradient, as ATen's formula gives it, which has gradients of its own."""
-    return torch.autograd.grad(op.redispatch(_NATIVE, x, *args), x, grad, create_graph=True)[0]
+    return torch.autograd.grad(op.redispatch(_native(torch._C._dispatch_keys(x)), x, *args), x, grad, create_graph=True)[0]
 
 
 class Product(torch.autograd.Function):
@@ -38,7 +47,7 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, dim: int, keepdim: bool) -> Tensor:
-        result = torch.ops.aten.prod.dim_int.redispatch(_NATIVE, x, dim, keepdim)
+        result = _below(torch.ops.aten.prod.dim_int, x, dim, keepdim)
         ctx.save_for_backward(x, result)
         ctx.dim, ctx.keepdim = dim, keepdim
         return result
@@ -63,7 +72,7 @@ class RunningProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, dim: int) -> Tensor:
-        result = torch.ops.aten.cumprod.default.redispatch(_NATIVE, x, dim)
+        result = _below(torch.ops.aten.cumprod.default, x, dim)
         ctx.save_for_backward(x, result)
         ctx.dim = dim
         return result

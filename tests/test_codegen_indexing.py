@@ -60,13 +60,16 @@ def test_embedding_position_and_layer_norm_are_one_kernel() -> None:
 
 
 def test_a_computed_table_is_stored_before_it_is_read_by_index() -> None:
-    def program(x: torch.Tensor, i: torch.Tensor) -> list[torch.Tensor]:
-        table = x * 2
+    """Made of two operands, which would both be looked up instead of it."""
+
+    def program(x: torch.Tensor, y: torch.Tensor, i: torch.Tensor) -> list[torch.Tensor]:
+        table = x * y
         return [table, table[i]]
 
-    made = check(program, data(6, 7), indices(6, below=6), count=2)
+    made = check(program, data(6, 7), data(6, 7), indices(6, below=6), count=2)
     assert "another order" in str(made.refusals[0])
-    check(program, data(1), indices(1, below=1), count=2)
+    check(program, data(1), data(1), indices(1, below=1), count=2)
+    check(lambda x, i: [table := x * 2, table[i]], data(6, 7), indices(6, below=6), count=1)
 
 
 def test_a_table_that_nobody_else_reads_is_computed_where_it_is_read() -> None:

@@ -7,6 +7,7 @@ from typing import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, jvp, vmap
 
 import lazy_backend
@@ -53,10 +54,19 @@ def test_nothing_runs_before_the_barrier(number: int) -> None:
 
 def runs() -> int:
     line = next(line for line in lazy_backend.metrics_report().splitlines() if "recordings run" in line)
-    return int(line.split()[-1])
+    return int(line.split()[-1].replace(",", ""))
 
 
 def test_transforms() -> None:
     x = numbers(2)
     for transformed in (vmap(grad(lambda one: one.prod(-1))), lambda x: jvp(lambda one: one.cumprod(-1), (x,), (x,))[1]):
         torch.testing.assert_close(transformed(x.to("lazysched")).cpu(), transformed(x))
+
+
+def test_shapes_alone() -> None:
+    torch.empty(1, device="lazysched")
+    with FakeTensorMode():
+        x = torch.empty(3, 4, device="lazysched", requires_grad=True)
+        product = x.cumprod(1).prod(0)
+        (slope,) = torch.autograd.grad(product.sum(), x, create_graph=True)
+        assert product.shape == (4,) and slope.shape == x.shape and slope.device == x.device
