@@ -40,7 +40,7 @@ def column_width(body: Body, tuning: Tuning, split: bool) -> int:
     least = tuning.narrow_width
     if not split and _in_turn(body):
         return NARROWEST
-    again = not split and walks_again(body) and _held(body) < body.extent <= _walked_again(body)
+    again = not split and _short(body)
     narrowed = again or split and body.kept % 8 == 0
     widest = least if narrowed else tuning.scanned_width if _scans(body) else tuning.column_width
     width = snug_block(body.kept, widest, min(least, widest))
@@ -124,10 +124,14 @@ def _walked_again(body: Body) -> int:
     return 128 if loads(body) > 1 else 0 if narrow(body) else 32
 
 
+def _short(body: Body) -> bool:
+    """Do more threads hold columns that a loop would walk a second time?"""
+    return walks_again(body) and _held(body) < body.extent <= _walked_again(body)
+
+
 def _in_turn(body: Body) -> bool:
     """Are short columns reduced several times, one result being needed for the next?"""
-    again = walks_again(body) and _held(body) < body.extent <= _walked_again(body)
-    return again and sum(step.stage == "reduce" for step in body.steps) >= IN_TURN and not _scans(body)
+    return _short(body) and sum(step.stage == "reduce" for step in body.steps) >= IN_TURN and not _scans(body)
 
 
 def _scans(body: Body) -> bool:

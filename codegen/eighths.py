@@ -1,6 +1,6 @@
 """8-bit floats in memory: what makes float32 of their bytes, rounds to them and makes bytes of that. Imports torch only.
 
-Kernels load and store bytes and compute with float32. From Hopper on the GPU converts two numbers at a time, elsewhere integer
+Kernels load and store bytes and compute with float32. From Hopper on the GPU writes two numbers at a time, elsewhere integer
 arithmetic does, which takes twice the time of the memory. ATen computes nothing with such numbers, it only copies and casts.
 """
 
@@ -34,7 +34,7 @@ def _beyond(dtype: torch.dtype) -> str:
     return f", {BEYOND}" if dtype is torch.float8_e4m3fn else ""
 
 
-_READ = '''
+_READ_4 = '''
 @triton.jit
 def _of_e4m3(x):
     size = x.to(tl.int32) & 127
@@ -46,7 +46,7 @@ def _of_e4m3(x):
 
 '''
 
-E4M3 = f'''{_READ}@triton.jit
+E4M3 = f'''{_READ_4}@triton.jit
 def _to_e4m3(x, beyond):
     size = tl.abs(x)
     bits = size.to(tl.int32, bitcast=True)
@@ -69,13 +69,15 @@ def _e4m3_bytes(x, beyond):
 '''
 """The exponent's bias differs by 120; numbers below the smallest normal one are multiples of 2^-9."""
 
-E5M2 = '''
+_READ_5 = '''
 @triton.jit
 def _of_e5m2(x):
     return (x.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
 
 
-@triton.jit
+'''
+
+E5M2 = f'''{_READ_5}@triton.jit
 def _to_e5m2(x):
     size = tl.abs(x)
     bits = size.to(tl.int32, bitcast=True)
@@ -93,7 +95,7 @@ def _e5m2_bytes(x):
 '''
 """The upper bytes of float16."""
 
-E4M3_ON_HOPPER = f'''{_READ}@triton.jit
+E4M3_ON_HOPPER = f'''{_READ_4}@triton.jit
 def _e4m3_bytes(x, beyond):
     if beyond != 448.0:
         x = tl.where(tl.abs(x) > 464.0, beyond, x)
@@ -108,13 +110,7 @@ def _to_e4m3(x, beyond):
 '''
 """The instruction gives what is too large, infinity too, the largest number."""
 
-E5M2_ON_HOPPER = '''
-@triton.jit
-def _of_e5m2(x):
-    return (x.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
+E5M2_ON_HOPPER = f'''{_READ_5}@triton.jit
 def _e5m2_bytes(x):
     infinite = tl.where(x < 0, 252, 124).to(tl.uint8)
     return tl.where(tl.abs(x) >= 61440.0, infinite, x.to(tl.float8e5).to(tl.uint8, bitcast=True))
