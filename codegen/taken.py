@@ -76,15 +76,11 @@ def _is_cheap(part: Part, maker: Part, known: Known) -> bool:
         return False
     loads = [access for mode, access in maker.accesses() if mode == "r"]
     large = [access for access in loads if access.high - access.low > store.value.buffer.nbytes // 4]
-    value, bytes_read = store.value, sum(access.dtype.itemsize for access in large)
-    alone = len(value.users) == 1 and not value.buffer.live
-    if not alone and bytes_read > store.dtype.itemsize:
-        return False
     if len(large) > (MOST_READ if len(takes) <= OFTEN else 1) or not all(map(known.still_there, loads)):
         return False
     again = len(takes) * part.numel / maker.numel
-    if not alone and again > 1:
-        return False
+    if len(store.value.users) > 1 or store.value.buffer.live:  # it is stored as well
+        return again <= 1 and sum(access.dtype.itemsize for access in large) <= store.dtype.itemsize
     return again <= 1 or again * maker.facts.work <= MOST_WORK
 
 
