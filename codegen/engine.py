@@ -17,6 +17,14 @@ class EngineError(RuntimeError):
     """An engine can't serve a graph. The text names the kernel or folder and the cause."""
 
 
+class Unmade(EngineError):
+    """Kernels can't be made. ``nodes``: what they would have computed."""
+
+    def __init__(self, nodes: Sequence[Node], text: str) -> None:
+        super().__init__(text)
+        self.nodes = nodes
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """What an engine is told: where it runs, where it may keep files."""

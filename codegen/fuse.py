@@ -32,7 +32,6 @@ from codegen.tuning import HOPPER, Tuning
 from ir_nodes import settings
 from ir_nodes.graph import Graph
 from ir_nodes.node import Node, Value
-from ir_nodes.ops import info
 from ir_nodes.remarks import Remarks
 
 MAX_CANDIDATES = 6
@@ -63,7 +62,7 @@ def units_of(graph: Graph, order: Iterable[tuple[Node, Node]], tuning: Tuning, p
     units = lower_all(graph, tuning, lists, lowered)
     units = needed_units(by_rows(units) if settings.enabled("row_totals") else units, dict.fromkeys(graph.outputs()))
     for unit in units:
-        if unit.node in products:
+        if unit.node in products and not (lowered and lowered.leaves(unit.node)):
             unit.part = lower_product(unit.node)
             unit.needs, unit.makes = memory_of(unit.part, {})
     add_dependencies(graph, units, order)
@@ -94,8 +93,7 @@ def lower_all(graph: Graph, tuning: Tuning = HOPPER, lists: bool = True, lowered
     ordered, inlined, computed, windows = map(settings.enabled, ("loop_order", "recompute", "formulas", "windows"))
     for node in graph.nodes:
         try:
-            if not lists and info(node.target).kind in ("foreach", "optimizer"):
-                raise Unsupported("an op over lists")
+            lowered.check(node, lists)
             parts = inlined and norms.parts(node) or lowered.parts(node, scratch, tuning, known)
         except Unsupported as refusal:
             made = tuple(write.value for write in node.all_writes())

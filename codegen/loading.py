@@ -34,15 +34,6 @@ _loaded: dict[tuple[Kernel, int], Function] = {}
 _lock = threading.Lock()
 
 
-def load_all(kernels: Sequence[Kernel], folder: Path, device: int) -> dict[Kernel, Function]:
-    """Every kernel on CUDA device ``device``. Raises KernelCompileError."""
-    found = load_some(kernels, folder, device)
-    for one in found.values():
-        if isinstance(one, KernelCompileError):
-            raise one
-    return {kernel: one for kernel, one in found.items() if isinstance(one, Function)}
-
-
 def load_some(kernels: Sequence[Kernel], folder: Path, device: int) -> dict[Kernel, Function | KernelCompileError]:
     """Every kernel on CUDA device ``device``, or why it is not there."""
     missing = [kernel for kernel in dict.fromkeys(kernels) if (kernel, device) not in _loaded]

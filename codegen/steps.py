@@ -6,6 +6,7 @@ from typing import Iterable, Mapping, Sequence
 
 from codegen.alike import Emitter
 from codegen.body import Scratch
+from codegen.engine import Unmade
 from codegen.group import Group, Unit
 from codegen.kernel import ExternStep, KernelStep, Temporary
 from codegen.tuning import Tuning
@@ -28,9 +29,14 @@ class Steps:
         self._before: dict[Group, tuple[int, ...]] = {}
 
     def add(self, group: Group) -> None:
-        """Append the steps of ``group``, whose predecessors are all there."""
+        """Append the steps of ``group``, whose predecessors are all there. Raises Unmade where its kernel can't be written."""
         before = tuple(dict.fromkeys(step for pred in group.preds for step in self._awaited(pred, group)))
-        made = self._emit(group)
+        try:
+            made = self._emit(group)
+        except Exception as error:  # a fault in writing one kernel must not cost the others
+            nodes = list(dict.fromkeys(unit.node for unit in group.units))
+            names = ", ".join(dict.fromkeys(node.name for node in nodes))
+            raise Unmade(nodes, f"a kernel of {names}: {type(error).__name__}: {error}") from error
         self._made[group], self._before[group] = tuple(range(len(self.steps), len(self.steps) + len(made))), before
         for step in made:
             self.needs.append(before)

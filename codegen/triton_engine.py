@@ -16,15 +16,15 @@ from codegen.compile_pool import warm_up
 from codegen.contest import on_gpu, remembered
 from codegen.cuda_driver import Function
 from codegen.draws import BLOCK
-from codegen.engine import BackEnd, Context, EngineError, Generated
+from codegen.engine import BackEnd, Context, EngineError, Generated, Unmade
 from codegen.executable import ARGUMENT_KINDS, Emit, Program, emit_call, emit_own
 from codegen.explanation import facts
 from codegen.fuse import lower_all, plan
 from codegen.group import new_group
 from codegen.interpreted import Interpreted, launch
 from codegen.kernel import ExternStep, Kernel, KernelArg, KernelStep, Offset, Plan, Pointer, Scalar, Seed, Size, Temporary
-from codegen.kernel_files import KernelCompileError, write_source
-from codegen.loading import load_all
+from codegen.kernel_files import KernelCacheError, KernelCompileError, write_source
+from codegen.loading import load_some
 from codegen.products import as_op, multiplier_of, with_algorithms
 from codegen.rules import can_fuse
 from codegen.step_use import kernel_use
@@ -64,12 +64,8 @@ def fuse(graph: Graph, context: Context) -> Plan:
 
 def generate(graph: Graph, planned: Plan, context: Context) -> Generated:
     """On CUDA kernels are launched by the native core; elsewhere Triton's interpreter runs them, which is slow and meant for
-    tests. Raises EngineError."""
-    kernels = list(dict.fromkeys(step.kernel for step in planned.steps if isinstance(step, KernelStep)))
-    try:
-        ready = load_kernels(kernels, context) if context.cuda else interpret_all(kernels, context)
-    except (KernelCompileError, OSError) as error:
-        raise EngineError(str(error)) from error
+    tests. Raises EngineError, Unmade where it is about some kernels only."""
+    ready = ready_kernels(planned, context)
     base = len(graph.buffers)
     scratch = {temporary.id: base + index for index, temporary in enumerate(planned.temporaries)}
     emits = []
@@ -128,21 +124,42 @@ def why_not_overlapping(context: Context) -> str:
     return "" if cuda_driver.overlaps_launches() else "the driver is older than CUDA 12.3's"
 
 
-def load_kernels(kernels: Sequence[Kernel], context: Context) -> dict[Kernel, Function]:
-    """Load what is to be launched, compiling what is new. Raises KernelCompileError."""
+def ready_kernels(planned: Plan, context: Context) -> dict[Kernel, Any]:
+    """Every kernel, to be launched or interpreted. Raises EngineError, Unmade where it is about some of them only."""
+    kernels = list(dict.fromkeys(step.kernel for step in planned.steps if isinstance(step, KernelStep)))
+    try:
+        found = load_kernels(kernels, context) if context.cuda else interpret_all(kernels, context)
+    except (KernelCacheError, OSError) as error:
+        raise EngineError(str(error)) from error
+    failed = {kernel: one for kernel, one in found.items() if isinstance(one, KernelCompileError)}
+    if failed:
+        nodes = [node for step in planned.steps if isinstance(step, KernelStep) and step.kernel in failed for node in step.nodes]
+        raise Unmade(list(dict.fromkeys(nodes)), "; ".join(map(str, failed.values()))) from next(iter(failed.values()))
+    return found
+
+
+def load_kernels(kernels: Sequence[Kernel], context: Context) -> dict[Kernel, Function | KernelCompileError]:
+    """Load what is to be launched, compiling what is new. Raises KernelCacheError."""
     for kernel in kernels:
         show(kernel, context)
-    return load_all(kernels, context.kernel_dir, context.device)
+    return load_some(kernels, context.kernel_dir, context.device)
 
 
-def interpret_all(kernels: Sequence[Kernel], context: Context) -> dict[Kernel, Interpreted]:
-    """Load what is to be interpreted. Raises KernelCompileError."""
+def interpret_all(kernels: Sequence[Kernel], context: Context) -> dict[Kernel, Interpreted | KernelCompileError]:
+    """Load what is to be interpreted. Raises KernelCacheError."""
+    found: dict[Kernel, Interpreted | KernelCompileError] = {}
     for kernel in kernels:
         with _lock:
             show(kernel, context)
-            if kernel not in _interpreted:
-                _interpreted[kernel] = interpret(kernel, context.kernel_dir)
-    return {kernel: _interpreted[kernel] for kernel in kernels}
+            try:
+                found[kernel] = _interpreted.get(kernel) or interpret(kernel, context.kernel_dir)
+            except KernelCacheError:
+                raise
+            except KernelCompileError as error:
+                found[kernel] = error
+                continue
+            _interpreted[kernel] = found[kernel]
+    return found
 
 
 def show(kernel: Kernel, context: Context) -> None:

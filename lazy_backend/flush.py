@@ -15,7 +15,7 @@ from barriers.pipeline import PassFailed, ordered_passes, run_passes
 from codegen import engines
 from codegen.cuda_graph import keep_out
 from codegen.early import Known, known
-from codegen.engine import Context, EngineError
+from codegen.engine import Context, EngineError, Unmade
 from codegen.executable import Emit, Program, assemble
 from codegen.last_bits import may_reorder
 from codegen.lowered import Lowered
@@ -139,11 +139,12 @@ def engine_name() -> str:
 
 
 def plan_steps(graph: Graph, engine: str, device: int, numbers: Sequence[Any], lowered: Lowered) -> tuple[list[Emit], list[int]]:
-    """The engine's steps; where it fails, a warning that names the cause, and the aten engine's."""
+    """The engine's steps. ATen runs the nodes of kernels that can't be made, and the whole graph where the engine fails; a
+    warning names the cause."""
     show = show_source if "kernels" in settings.current().debug else None
     context = context_of(device, show=show, numbers=numbers, lowered=lowered)
     try:
-        return engines.engine(engine)(graph, context)
+        return with_kernels_that_can_be(graph, engine, context, lowered)
     except Exception as error:  # a kernel that cannot be made must not cost the user the step
         if engine == "aten":
             raise
@@ -155,6 +156,18 @@ def plan_steps(graph: Graph, engine: str, device: int, numbers: Sequence[Any], l
             stacklevel=2,
         )
         return engines.engine("aten")(graph, context)
+
+
+def with_kernels_that_can_be(graph: Graph, engine: str, context: Context, lowered: Lowered) -> tuple[list[Emit], list[int]]:
+    """The engine's steps, planned again without the nodes of kernels that can't be made. Raises what the engine raises."""
+    while True:
+        try:
+            return engines.engine(engine)(graph, context)
+        except Unmade as unmade:
+            if not lowered.leave(unmade.nodes, f"its kernel could not be compiled: {unmade}"):
+                raise
+            warnings.warn(f"lazysched: ATen runs {len(unmade.nodes)} of {len(graph.nodes)} nodes, as their kernel could not be "
+                          f"compiled; please report this: {unmade}", RuntimeWarning, stacklevel=2)
 
 
 def context_of(device: int, **more: Any) -> Context:

@@ -1,4 +1,4 @@
-"""Which engine runs a recording: the triton engine end to end, what takes over where it fails, what it prints.
+"""Which engine runs a recording: the triton engine end to end, what it prints.
 
 The triton engine runs in child processes, because a program in the cache keeps the engine that made it. Without a GPU its
 kernels run in Triton's interpreter.
@@ -7,7 +7,6 @@ kernels run in Triton's interpreter.
 from __future__ import annotations
 
 import re
-import warnings
 from pathlib import Path
 from typing import Any, Callable
 
@@ -21,8 +20,6 @@ from gpt import GPT, SIZES
 
 import lazy_backend
 from codegen import loading, triton_engine
-from codegen.triton_compile import KernelCompileError
-from ir_nodes import settings
 from tests.device import DEVICE, ON_GPU
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs kernels where there is no GPU")
@@ -137,62 +134,6 @@ def filled() -> None:
 
 def test_a_tensor_filled_with_one_number_is_rounded_to_its_dtype() -> None:
     children.call(filled, engine="triton")
-
-
-# ---- where the triton engine fails, the aten engine takes over ------------------------------------------------------------
-
-
-def caught(action: Callable[[], Any]) -> list[str]:
-    """Texts of the RuntimeWarnings that ``action`` causes."""
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        action()
-    return [str(warning.message) for warning in seen if warning.category is RuntimeWarning]
-
-
-def a_broken_kernel() -> None:
-    original, refused = triton_engine.interpret, []
-
-    def interpret(kernel: Any, folder: Path) -> Any:
-        if kernel.name.startswith("reduce"):
-            refused.append(kernel.name)
-            raise KernelCompileError(kernel, folder / "broken.py", ValueError("made to fail"))
-        return original(kernel, folder)
-
-    triton_engine.interpret = interpret
-    x = torch.linspace(-1, 1, 12).reshape(3, 4)
-    mine = x.to(DEVICE)
-    lazy_backend.mark_step()
-    results: list[torch.Tensor] = []
-    (text,) = caught(lambda: results.append(run(fusible, mine)))
-    assert refused and refused[0] in text and "broken.py" in text and "made to fail" in text and "aten engine" in text
-    torch.testing.assert_close(results[0].cpu(), fusible(x))
-    assert caught(lambda: results.append(run(fusible, mine, 0.25))) == [], "the graph is cached with the engine that runs it"
-    torch.testing.assert_close(results[1].cpu(), fusible(x, 0.25))
-    before = len(triton_engine._interpreted)
-    assert caught(lambda: results.append(run(lambda t: t.tanh() * 2, mine))) == []
-    assert len(triton_engine._interpreted) == before + 1, "other graphs keep the triton engine"
-    torch.testing.assert_close(results[2].cpu(), x.tanh() * 2)
-
-
-@needs_no_gpu
-def test_a_kernel_that_does_not_compile_is_named_and_aten_takes_over() -> None:
-    children.call(a_broken_kernel, engine="triton")
-
-
-def a_file_for_a_folder() -> None:
-    x = torch.linspace(-1, 1, 12).reshape(3, 4)
-    mine = x.to(DEVICE)
-    lazy_backend.mark_step()
-    with settings.override(cache_dir=__file__):  # now, because building the native core in another folder takes a minute
-        results: list[torch.Tensor] = []
-        (text,) = caught(lambda: results.append(run(fusible, mine)))
-    assert f"{__file__}/kernels" in text and "aten engine" in text
-    torch.testing.assert_close(results[0].cpu(), fusible(x))
-
-
-def test_a_cache_folder_that_cannot_be_written_is_named_and_aten_takes_over() -> None:
-    children.call(a_file_for_a_folder, engine="triton")
 
 
 # ---- what debug levels print ----------------------------------------------------------------------------------------------
