@@ -46,7 +46,7 @@ def _of_e4m3(x):
 
 '''
 
-E4M3 = f'''{_READ_4}@triton.jit
+_ROUND_4 = '''@triton.jit
 def _to_e4m3(x, beyond):
     size = tl.abs(x)
     bits = size.to(tl.int32, bitcast=True)
@@ -56,7 +56,9 @@ def _to_e4m3(x, beyond):
     return tl.where(x.to(tl.int32, bitcast=True) < 0, -y, y)
 
 
-@triton.jit
+'''
+
+E4M3 = f'''{_READ_4}{_ROUND_4}@triton.jit
 def _e4m3_bytes(x, beyond):
     x = _to_e4m3(x, beyond)
     size = tl.abs(x)
@@ -95,20 +97,16 @@ def _e5m2_bytes(x):
 '''
 """The upper bytes of float16."""
 
-E4M3_ON_HOPPER = f'''{_READ_4}@triton.jit
+E4M3_ON_HOPPER = f'''{_READ_4}{_ROUND_4}@triton.jit
 def _e4m3_bytes(x, beyond):
     if beyond != 448.0:
         x = tl.where(tl.abs(x) > 464.0, beyond, x)
     return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
-@triton.jit
-def _to_e4m3(x, beyond):
-    return _of_e4m3(_e4m3_bytes(x, beyond))
-
-
 '''
-"""The instruction gives what is too large, infinity too, the largest number."""
+"""The instruction gives what is too large, infinity too, the largest number. What it gives is stored, never computed with: ptxas
+(of Triton 3.6) makes one word of two results that are stored side by side, and reads another register for those by themselves."""
 
 E5M2_ON_HOPPER = f'''{_READ_5}@triton.jit
 def _e5m2_bytes(x):

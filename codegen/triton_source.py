@@ -149,9 +149,21 @@ class SourceWriter(ClusterWriter):
                 self._store(store)
         self._settle()
         done = dict.fromkeys(store for early in soon.values() for store in early)
-        for store in stores:
+        for store in self._crossing_first(stores):
             if store not in done:
                 self._store(store)
+
+    def _crossing_first(self, stores: list[Step]) -> list[Step]:
+        """Stores that walk across the reduced rows before those of a number for each row.
+
+        Behind them Triton 3.6 fails to compile some kernels (two norms of rows, stored with what is divided by them, of
+        which one is transposed: "operand does not dominate this use", when layouts' conversions are taken out)."""
+        along = self.tile.axes[1].dims
+        buffers = [id(store.access.value.buffer) for store in stores if store.access is not None]
+        if not along or all(store.level == FULL for store in stores) or len(dict.fromkeys(buffers)) < len(stores):
+            return stores
+        crossing = [store for store in stores if store.level == FULL and self.tile.strides[id(store)][along[-1]] != 1]
+        return [*crossing, *(store for store in stores if store not in crossing)]
 
     def _settle(self) -> None:
         """Where results may replace what some threads have yet to pick."""

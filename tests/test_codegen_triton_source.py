@@ -218,3 +218,19 @@ def test_shapes_of_one_pattern_share_a_kernel_and_differ_in_arguments_only() -> 
     steps = [only(lambda x, y: (x * 2 + y).sum(-1), torch.randn(n, 512, 80), torch.randn(80)) for n in (2, 3)]
     assert steps[0].kernel == steps[1].kernel
     assert [arg for arg in steps[0].args if isinstance(arg, Size)] != [arg for arg in steps[1].args if isinstance(arg, Size)]
+
+
+def test_stores_across_the_rows_come_before_those_of_a_number_for_each_row() -> None:
+    """Behind them Triton 3.6 fails to compile this kernel: cosine attention's norms, kept for its gradient."""
+    def program(packed: torch.Tensor) -> list[torch.Tensor]:
+        query, key, value = packed.view(64, 64, 3, 3, 32).permute(2, 0, 3, 1, 4).unbind(0)
+        norms = [torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32) for x in (query, key)]
+        sizes = [norm.clamp_min(1e-12) for norm in norms]
+        query, key = ((x / size).to(torch.bfloat16) for x, size in zip((query, key), sizes))
+        return [*norms, *sizes, query.contiguous(), key.transpose(-2, -1).contiguous(), value.contiguous()]
+
+    step = only(program, torch.randn(64, 64, 288).to(torch.bfloat16))
+    stores = [line.split("tl.store(")[1] for line in code(step).splitlines() if "tl.store(" in line]
+    across = [number for number, store in enumerate(stores) if "i1 * s" in store]
+    of_rows = [number for number, store in enumerate(stores) if "i1" not in store]
+    assert across and of_rows and max(across) < min(of_rows)
