@@ -105,8 +105,7 @@ def _e4m3_bytes(x, beyond):
 
 
 '''
-"""The instruction gives what is too large, infinity too, the largest number. What it gives is stored, never computed with: ptxas
-(of Triton 3.6) makes one word of two results that are stored side by side, and reads another register for those by themselves."""
+"""The instruction gives what is too large, infinity too, the largest number. See `reads_and_writes`."""
 
 E5M2_ON_HOPPER = f'''{_READ_5}@triton.jit
 def _e5m2_bytes(x):
@@ -122,3 +121,11 @@ def _to_e5m2(x):
 '''
 
 ON_HOPPER = {E4M3: E4M3_ON_HOPPER, E5M2: E5M2_ON_HOPPER}
+
+
+def reads_and_writes(text: str) -> bool:
+    """Does a kernel compute with bytes of e4m3 and make some, maybe the same? Then arithmetic makes them on any GPU.
+
+    ptxas (of Triton 3.6) makes one word of two of the instruction's results, where four bytes are stored side by side, and reads a
+    register of something else where the first of them is computed with, too: wrong numbers on an H200 beside right bytes."""
+    return "_of_e4m3(" in text and "_e4m3_bytes(" in text
