@@ -126,6 +126,6 @@ ON_HOPPER = {E4M3: E4M3_ON_HOPPER, E5M2: E5M2_ON_HOPPER}
 def reads_and_writes(text: str) -> bool:
     """Does a kernel compute with bytes of e4m3 and make some, maybe the same? Then arithmetic makes them on any GPU.
 
-    ptxas (of Triton 3.6) makes one word of two of the instruction's results, where four bytes are stored side by side, and reads a
-    register of something else where the first of them is computed with, too: wrong numbers on an H200 beside right bytes."""
+    ptxas (of Triton 3.6) makes one word of two of the instruction's results where four bytes are stored side by side, and reads
+    a register of something else where the first of them is computed with, too: wrong numbers on an H200 beside right bytes."""
     return "_of_e4m3(" in text and "_e4m3_bytes(" in text
