@@ -41,7 +41,8 @@ def _of_e4m3(x):
     y = ((size << 20) + 0x3C000000).to(tl.float32, bitcast=True)
     y = tl.where(size < 8, size.to(tl.float32) * 0.001953125, y)
     y = tl.where(size == 127, float("nan"), y)
-    return tl.where(x.to(tl.int32) >= 128, -y, y)
+    sign = (x.to(tl.int32) & 128) << 24
+    return (y.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 '''
@@ -53,7 +54,8 @@ def _to_e4m3(x, beyond):
     y = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
     y = tl.where(size < 0.015625, (size + 16384.0) - 16384.0, y)
     y = tl.where(size <= 464.0, y, tl.where(size == size, beyond, size))
-    return tl.where(x.to(tl.int32, bitcast=True) < 0, -y, y)
+    sign = x.to(tl.int32, bitcast=True) & -0x80000000
+    return (y.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 '''
@@ -69,7 +71,8 @@ def _e4m3_bytes(x, beyond):
 
 
 '''
-"""The exponent's bias differs by 120; numbers below the smallest normal one are multiples of 2^-9."""
+"""Signs are bits, as Triton's minus makes 0 of 0. The exponent's bias differs by 120; numbers below the smallest normal one are
+multiples of 2^-9."""
 
 _READ_5 = '''
 @triton.jit
@@ -86,7 +89,8 @@ def _to_e5m2(x):
     y = ((bits + 0xFFFFF + ((bits >> 21) & 1)) & -0x200000).to(tl.float32, bitcast=True)
     y = tl.where(size < 0.00006103515625, (size + 128.0) - 128.0, y)
     y = tl.where(size < 61440.0, y, tl.where(size == size, float("inf"), size))
-    return tl.where(x.to(tl.int32, bitcast=True) < 0, -y, y)
+    sign = x.to(tl.int32, bitcast=True) & -0x80000000
+    return (y.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
