@@ -109,7 +109,7 @@ def _e4m3_bytes(x, beyond):
 
 
 '''
-"""The instruction gives what is too large, infinity too, the largest number. See `reads_and_writes`."""
+"""The instruction gives what is too large, infinity too, the largest number. See `source_for`."""
 
 E5M2_ON_HOPPER = f'''{_READ_5}@triton.jit
 def _e5m2_bytes(x):
@@ -124,12 +124,12 @@ def _to_e5m2(x):
 
 '''
 
-ON_HOPPER = {E4M3: E4M3_ON_HOPPER, E5M2: E5M2_ON_HOPPER}
+def source_for(source: str, text: str) -> str:
+    """``source``, `E4M3` or `E5M2`, for a kernel of this ``text`` on a GPU that has the instruction.
 
-
-def reads_and_writes(text: str) -> bool:
-    """Does a kernel compute with bytes of e4m3 and make some, maybe the same? Then arithmetic makes them on any GPU.
-
-    ptxas (of Triton 3.6) makes one word of two of the instruction's results where four bytes are stored side by side, and reads
-    a register of something else where the first of them is computed with, too: wrong numbers on an H200 beside right bytes."""
-    return "_of_e4m3(" in text and "_e4m3_bytes(" in text
+    Arithmetic stays where a kernel computes with bytes of e4m3 and makes some, maybe the same: ptxas (of Triton 3.6) makes one
+    word of two of the instruction's results where four bytes are stored side by side, and reads a register of something else
+    where the first of them is computed with, too: wrong numbers on an H200 beside right bytes."""
+    if source is E5M2:
+        return E5M2_ON_HOPPER
+    return E4M3 if "_of_e4m3(" in text and "_e4m3_bytes(" in text else E4M3_ON_HOPPER

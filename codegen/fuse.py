@@ -16,7 +16,7 @@ from codegen.expressions import Unsupported
 from codegen.group import Group, Unit, joint_level, lifted_level, merge, new_group, sort_groups
 from codegen.instructions import MemAccess, Part
 from codegen.kernel import Plan, Refusal
-from codegen.lowered import Lowered
+from codegen.lowered import Lowered, check
 from codegen.norm_rows import Norms
 from codegen.onehot import Hots, known_sums, remember_hot
 from codegen.pad_products import pad_products
@@ -62,7 +62,7 @@ def units_of(graph: Graph, order: Iterable[tuple[Node, Node]], tuning: Tuning, p
     units = lower_all(graph, tuning, lists, lowered)
     units = needed_units(by_rows(units) if settings.enabled("row_totals") else units, dict.fromkeys(graph.outputs()))
     for unit in units:
-        if unit.node in products and not (lowered and lowered.leaves(unit.node)):
+        if unit.node in products and unit.node not in graph.left:
             unit.part = lower_product(unit.node)
             unit.needs, unit.makes = memory_of(unit.part, {})
     add_dependencies(graph, units, order)
@@ -93,7 +93,7 @@ def lower_all(graph: Graph, tuning: Tuning = HOPPER, lists: bool = True, lowered
     ordered, inlined, computed, windows = map(settings.enabled, ("loop_order", "recompute", "formulas", "windows"))
     for node in graph.nodes:
         try:
-            lowered.check(node, lists)
+            check(node, graph.left, lists)
             parts = inlined and norms.parts(node) or lowered.parts(node, scratch, tuning, known)
         except Unsupported as refusal:
             made = tuple(write.value for write in node.all_writes())

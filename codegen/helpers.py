@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from codegen.eighths import E4M3, E5M2, ON_HOPPER, reads_and_writes
+from codegen.eighths import E4M3, E5M2, source_for
 
 
 def _power(name: str, general: str) -> str:
@@ -226,5 +226,4 @@ HELPERS = {"_quotient(": QUOTIENT, "_pow(": POW, "pow_16(": POW_16, "_number_pow
 def used(text: str, recent: bool = False) -> str:
     """The helpers that ``text`` calls or passes on. ``recent``: for a GPU that has instructions for 8-bit floats."""
     found = [source for call, source in HELPERS.items() if call in text]
-    return "".join((ON_HOPPER.get(source, source) if recent and not reads_and_writes(text) else source).lstrip("\n")
-                   for source in found)
+    return "".join((source_for(source, text) if recent and source in (E4M3, E5M2) else source).lstrip("\n") for source in found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Iterable
+from typing import Mapping
 
 from codegen.expressions import Unsupported
 from codegen.instructions import Part
@@ -20,24 +20,6 @@ class Lowered:
 
     def __init__(self) -> None:
         self._parts: dict[Node, tuple[tuple[Arg, ...], tuple[Write, ...], list[Part]]] = {}
-        self._left: dict[Node, str] = {}
-
-    def leave(self, nodes: Iterable[Node], why: str) -> bool:
-        """ATen runs these from now on. False where it does already, so that nothing changes."""
-        left = len(self._left)
-        self._left |= dict.fromkeys(nodes, why)
-        return len(self._left) > left
-
-    def leaves(self, node: Node) -> str:
-        """Why ATen has to run the node; "": it need not."""
-        return self._left.get(node, "")
-
-    def check(self, node: Node, lists: bool) -> None:
-        """Raises Unsupported for what is ATen's; without ``lists``, ops over lists are."""
-        if node in self._left:
-            raise Unsupported(self._left[node])
-        if not lists and info(node.target).kind in ("foreach", "optimizer"):
-            raise Unsupported("an op over lists")
 
     def parts(self, node: Node, scratch: int, tuning: Tuning, known: Known) -> list[Part]:
         """As `codegen.lower.lower`."""
@@ -47,6 +29,14 @@ class Lowered:
             if stands_alone(node, parts):
                 self._parts[node] = (node.args, node.writes, parts)
         return parts
+
+
+def check(node: Node, left: Mapping[Node, str], lists: bool) -> None:
+    """Raises Unsupported for what is ATen's; without ``lists``, ops over lists are."""
+    if node in left:
+        raise Unsupported(left[node])
+    if not lists and info(node.target).kind in ("foreach", "optimizer"):
+        raise Unsupported("an op over lists")
 
 
 def stands_alone(node: Node, parts: list[Part]) -> bool:

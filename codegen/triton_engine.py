@@ -129,9 +129,12 @@ def ready_kernels(planned: Plan, context: Context) -> dict[Kernel, Any]:
     kernels = list(dict.fromkeys(step.kernel for step in planned.steps if isinstance(step, KernelStep)))
     try:
         found = load_kernels(kernels, context) if context.cuda else interpret_all(kernels, context)
+        failed = {kernel: one for kernel, one in found.items() if isinstance(one, KernelCompileError)}
+        for one in failed.values():
+            if isinstance(one, KernelCacheError):
+                raise one
     except (KernelCacheError, OSError) as error:
         raise EngineError(str(error)) from error
-    failed = {kernel: one for kernel, one in found.items() if isinstance(one, KernelCompileError)}
     if failed:
         nodes = [node for step in planned.steps if isinstance(step, KernelStep) and step.kernel in failed for node in step.nodes]
         raise Unmade(list(dict.fromkeys(nodes)), "; ".join(map(str, failed.values()))) from next(iter(failed.values()))
@@ -146,20 +149,16 @@ def load_kernels(kernels: Sequence[Kernel], context: Context) -> dict[Kernel, Fu
 
 
 def interpret_all(kernels: Sequence[Kernel], context: Context) -> dict[Kernel, Interpreted | KernelCompileError]:
-    """Load what is to be interpreted. Raises KernelCacheError."""
-    found: dict[Kernel, Interpreted | KernelCompileError] = {}
+    """Load what is to be interpreted."""
+    refused: dict[Kernel, KernelCompileError] = {}
     for kernel in kernels:
         with _lock:
             show(kernel, context)
             try:
-                found[kernel] = _interpreted.get(kernel) or interpret(kernel, context.kernel_dir)
-            except KernelCacheError:
-                raise
+                _interpreted[kernel] = _interpreted.get(kernel) or interpret(kernel, context.kernel_dir)
             except KernelCompileError as error:
-                found[kernel] = error
-                continue
-            _interpreted[kernel] = found[kernel]
-    return found
+                refused[kernel] = error
+    return {kernel: refused.get(kernel) or _interpreted[kernel] for kernel in kernels}
 
 
 def show(kernel: Kernel, context: Context) -> None:

@@ -13,7 +13,8 @@ class Graph:
     """Nodes in recorded order over numbered buffers.
 
     ``nodes`` keep the order in which they were recorded until a pass reorders them; ``values[b]`` lists the values of
-    buffer ``b`` from its version 0 on; ``scalars`` holds the kind of each number that is an input.
+    buffer ``b`` from its version 0 on; ``scalars`` holds the kind of each number that is an input; ``left`` why ATen has to run
+    a node, for those that no kernel could be made of.
     """
 
     def __init__(self) -> None:
@@ -21,6 +22,7 @@ class Graph:
         self.values: list[list[Value]] = []
         self.scalars: list[str] = []
         self.nodes: list[Node] = []
+        self.left: dict[Node, str] = {}
 
     def add_buffer(self, nbytes: int, kind: BufferKind = BufferKind.FRESH, live: bool = False) -> Buffer:
         """A buffer of ``nbytes`` bytes; ``live``: its last value is a result of the graph."""

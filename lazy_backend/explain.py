@@ -96,10 +96,10 @@ def recorded_for(tensors: torch.Tensor | Iterable[torch.Tensor]) -> Told:
 def explained(graph: Graph, remarks: Remarks | None = None) -> Explanation:
     """The facts of the plan for ``graph``: on a GPU as the triton engine makes it, with what it has measured before."""
     remarks = remarks or Remarks()
-    if core.physical_is_cuda() and flush.engine_name() == "triton":
-        made = engines.engine("triton").fuse(graph, flush.context_of(0, remarks=remarks, measures=False))
-    else:
-        made = combine(plan(graph, remarks=remarks))
+    context = flush.context_of(0, remarks=remarks, measures=False)
+    as_run = context.cuda and flush.engine_name() == "triton"
+    made = flush.with_kernels_that_can_be(
+        graph, lambda: engines.engine("triton").fuse(graph, context) if as_run else combine(plan(graph, remarks=remarks)))
     return explain_plan(graph, made, orders.rates(), flush.replays(), remarks)
 
 

@@ -6,7 +6,7 @@ import sys
 import warnings
 from functools import partial
 from types import ModuleType
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Sequence, TypeVar
 
 import torch.distributed as dist
 
@@ -28,6 +28,8 @@ from lazy_backend.entered import segments
 from lazy_backend.garbage import uncollected
 from lazy_backend.measure import part_segments, with_times
 from lazy_backend.trace import Recording, to_graph
+
+Made = TypeVar("Made")
 
 before_first_run: list[Callable[[Graph], None]] = []
 """Called with each new graph that has collectives, in the order in which it is about to run; may raise."""
@@ -144,7 +146,7 @@ def plan_steps(graph: Graph, engine: str, device: int, numbers: Sequence[Any], l
     show = show_source if "kernels" in settings.current().debug else None
     context = context_of(device, show=show, numbers=numbers, lowered=lowered)
     try:
-        return with_kernels_that_can_be(graph, engine, context, lowered)
+        return with_kernels_that_can_be(graph, lambda: engines.engine(engine)(graph, context))
     except Exception as error:  # a kernel that cannot be made must not cost the user the step
         if engine == "aten":
             raise
@@ -158,16 +160,17 @@ def plan_steps(graph: Graph, engine: str, device: int, numbers: Sequence[Any], l
         return engines.engine("aten")(graph, context)
 
 
-def with_kernels_that_can_be(graph: Graph, engine: str, context: Context, lowered: Lowered) -> tuple[list[Emit], list[int]]:
-    """The engine's steps, planned again without the nodes of kernels that can't be made. Raises what the engine raises."""
+def with_kernels_that_can_be(graph: Graph, make: Callable[[], Made]) -> Made:
+    """What ``make`` makes of the graph, again without the nodes of kernels that can't be made. Raises what it raises."""
     while True:
         try:
-            return engines.engine(engine)(graph, context)
+            return make()
         except Unmade as unmade:
-            if not lowered.leave(unmade.nodes, f"its kernel could not be compiled: {unmade}"):
+            if graph.left.keys() >= set(unmade.nodes):
                 raise
-            warnings.warn(f"lazysched: ATen runs {len(unmade.nodes)} of {len(graph.nodes)} nodes, as their kernel could not be "
-                          f"compiled; please report this: {unmade}", RuntimeWarning, stacklevel=2)
+            graph.left |= dict.fromkeys(unmade.nodes, f"its kernel can't be made: {unmade}")
+            warnings.warn(f"lazysched: ATen runs {len(unmade.nodes)} of {len(graph.nodes)} nodes, as their kernel can't be made; "
+                          f"please report this: {unmade}", RuntimeWarning, stacklevel=2)
 
 
 def context_of(device: int, **more: Any) -> Context:

@@ -253,3 +253,12 @@ def test_quotients_and_roots_without_a_branch_are_exact() -> None:
     exact = left.double().sqrt().float()
     assert torch.equal(rooted.isnan(), exact.isnan())
     assert ((rooted == exact) & (rooted.signbit() == exact.signbit()))[~exact.isnan()].all()
+
+
+def test_zeros_change_their_sign() -> None:
+    """Which Triton's minus does not do."""
+    zeros = torch.tensor([0.0, -0.0, 1.0])
+    recording, results = record(lambda x: (-x, -x.bfloat16(), -x.double()), zeros)
+    memory = execute(recording, plan(recording.graph))
+    for like in results:
+        assert typed(memory[buffer_of(recording, recording.expected, like)], like).signbit().tolist() == [True, False, True]

@@ -18,11 +18,7 @@ from benchmarks.models import Bottleneck
 from codegen import loading, triton_engine
 from tests.device import DEVICE, PHYSICAL
 
-
-@pytest.fixture(scope="module", autouse=True)
-def built() -> None:
-    """The native core is there before a child looks for it, so that no child says that it builds one."""
-    torch.ones(1, device=DEVICE)
+pytestmark = pytest.mark.usefixtures("built")
 
 
 def net() -> nn.Module:

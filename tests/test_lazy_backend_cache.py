@@ -13,11 +13,7 @@ import lazy_backend
 from codegen import loading, triton_engine
 from tests.device import DEVICE
 
-
-@pytest.fixture(scope="module", autouse=True)
-def built() -> None:
-    """The native core is there before a child looks for it."""
-    torch.ones(1, device=DEVICE)
+pytestmark = pytest.mark.usefixtures("built")
 
 
 def compiles() -> int:

@@ -22,13 +22,7 @@ import lazy_backend
 from codegen import loading, triton_engine
 from tests.device import DEVICE, ON_GPU
 
-needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs kernels where there is no GPU")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def built() -> None:
-    """The native core is there before a child looks for it, so that no child says that it builds one."""
-    torch.ones(1, device=DEVICE)
+pytestmark = pytest.mark.usefixtures("built")
 
 
 def compiles() -> int:

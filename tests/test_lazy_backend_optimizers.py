@@ -17,10 +17,7 @@ Parameters = list[torch.nn.Parameter]
 Maker = Callable[[Parameters], Any]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def built() -> None:
-    """The native core is there before a child looks for it, so that no child says that it builds one."""
-    torch.ones(1, device=DEVICE)
+pytestmark = pytest.mark.usefixtures("built")
 
 
 class Lion(torch.optim.Optimizer):
