@@ -40,7 +40,7 @@ def refused(left: Group, right: Group, joint: Joint) -> str | None:
     if rows is left and _in_pieces(rows, joint):
         return "the rows that one of them reduces lie in pieces smaller than what memory gives at a time, and would be read twice"
     own, others = _ways(rows, other, joint), _ways(other, rows, joint)
-    if True in own or True not in others or False not in (*own, *others):
+    if True in own or True not in others or False not in (*own, *others, *_read_by_both(rows, other, joint)):
         return None
     return "one of its operands lies across the rows that the other reduces: each element would be fetched with its neighbours"
 
@@ -80,6 +80,13 @@ def _ways(group: Group, other: Group, joint: Joint) -> set[bool | None]:
     return {_lies_across(foot, joint) for feet in alone for foot in feet.values()}
 
 
+def _read_by_both(left: Group, right: Group, joint: Joint) -> set[bool | None]:
+    """Of the memory that both read and neither writes, the same."""
+    shared = (left.touched[buffer] | right.touched[buffer] for buffer in left.touched.keys() & right.touched.keys())
+    read = (feet for feet in shared if not any(foot.written for foot in feet.values()))
+    return {_lies_across(foot, joint) for feet in read for foot in feet.values()}
+
+
 def _lies_across(foot: Footprint, joint: Joint) -> bool | None:
     """Does each element of a row lie in a sector of its own? None for what has not an element for each."""
     form, reduced = foot.form, joint.reduced or ()
@@ -95,5 +102,5 @@ def _lies_across(foot: Footprint, joint: Joint) -> bool | None:
 
 
 def _is_whole(foot: Footprint, joint: Joint) -> bool:
-    """Is there an element of it for each of the joint space?"""
-    return foot.form is not None and not foot.gathers and forms.touched(foot.form) == joint.numel
+    """Is there an element of it for each of the joint space, or for two?"""
+    return foot.form is not None and not foot.gathers and forms.touched(foot.form) * 2 >= joint.numel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codegen.aligned import KNOWN
 from codegen.body import Body, Step
 from codegen.division import is_flat, places, runs_from
 from codegen.instructions import KEPT
@@ -28,6 +29,8 @@ class IndexWriter:
         return axis
 
     def _extent(self, number: int) -> str:
+        if self.tile.square and self._axis(number).extent % KNOWN:
+            return str(self._axis(number).extent)
         return self.arguments.size(f"n{number}", self._axis(number).extent, literal=number == 1 == self.tile.reduced_axis)
 
     def _arange(self, number: int) -> str:
@@ -248,7 +251,8 @@ class IndexWriter:
         dense = number == 0 and inner.dims and self._linear(strides, 1) and strides[inner.dims[-1]] == 1
         if dense and stride == inner.extent and index == "i0":
             return f"{index} * {self._extent(1)}"
-        return f"{index} * {self.arguments.stride(stride)}"
+        odd = self.tile.square and stride % KNOWN  # what else divides it says where elements lie together
+        return f"{index} * {stride if odd else self.arguments.stride(stride)}"
 
     def _kept_axis(self) -> int:
         return 1 if self.tile.reduced_axis is None else 1 - self.tile.reduced_axis

@@ -134,8 +134,10 @@ def _holds(lowering: Lowering, axis: Axis, window: Instr, place: Instr, count: i
 
 def _first(lowering: Lowering, axis: Axis, window: Instr) -> Instr:
     """Where a window begins."""
-    stride, padding = _number(lowering, axis.stride), _number(lowering, axis.padding)
-    return lowering.expr("{0} * {1} - {2}", window, stride, padding, dtype=torch.int32)
+    padding = _number(lowering, axis.padding)
+    if axis.stride == 1:
+        return lowering.expr("{0} - {1}", window, padding, dtype=torch.int32)
+    return lowering.expr("{0} * {1} - {2}", window, _number(lowering, axis.stride), padding, dtype=torch.int32)
 
 
 def _count(lowering: Lowering, axis: Axis, window: Instr, results: int, extent: int, rule: Rule) -> Instr:
@@ -151,10 +153,15 @@ def _count(lowering: Lowering, axis: Axis, window: Instr, results: int, extent: 
 
 
 def _averaged(lowering: Lowering, total: Instr, counts: Sequence[Instr], rule: Rule) -> Instr:
+    """The ``total`` over the product of ``counts``, whose reciprocals are made along each dimension: of windows that an element
+    lies in there are fewer so, and no division branches."""
     if rule.always is not None:
         return divide(lowering, total, lowering.read(rule.always, total.dtype))
-    count = lowering.expr("{0} * {1}", *counts, dtype=torch.int32)
-    return divide(lowering, total, lowering.cast(count, total.dtype))
+    down, along = (lowering.cast(count, total.dtype) for count in counts)
+    if total.dtype is not torch.float32:
+        return divide(lowering, total, lowering.expr("{0} * {1}", down, along, dtype=total.dtype))
+    parts = [lowering.expr("libdevice.fast_dividef(1.0, {0})", count, dtype=total.dtype) for count in (down, along)]
+    return lowering.expr("_share({0}, {1} * {2}, {3} * {4})", total, down, along, *parts, dtype=total.dtype)
 
 
 # Windows that cut a dimension in so many shares

@@ -19,7 +19,7 @@ from codegen.moments import keep, moments, written
 from codegen.norm_masks import Masked, masked
 from codegen.promotion import compute_dtype
 from codegen.pulled import Known
-from codegen.reductions import divide, mean_of, operand_of, reduction, write_kept
+from codegen.reductions import by_columns, divide, mean_of, operand_of, reduction, write_kept
 from ir_nodes.node import Node, Operand, Target
 
 
@@ -128,10 +128,9 @@ def _gradient_sums(node: Node, args: dict[str, Any], mask: Masked | None, scratc
     lowering, dims = reduction(node, source, other_dims(source.layout))
     value = lowering.load(source)
     mean, scale = _used(lowering, args, value.dtype, KEPT)
-    if mask is not None:
-        grad = mask.load(lowering, value, mean, scale, KEPT)
-    else:
-        grad = lowering.load(operand_of(args["grad_out"]))
+    given = mask.grad if mask is not None else operand_of(args["grad_out"])
+    lowering.part.column |= by_columns(given.layout, dims)  # squares, which are better shared
+    grad = mask.load(lowering, value, mean, scale, KEPT) if mask is not None else lowering.load(given)
     grad = lowering.cast(grad, value.dtype)
     plain = lowering.reduce("add", grad)
     product = lowering.expr("{0} * ({1} - {2})", grad, value, mean, dtype=value.dtype)

@@ -38,12 +38,14 @@ def places(arguments: ArgumentList, tile: Tile, number: int) -> list[str]:
     axis = tile.axes[number]
     assert axis is not None
     rest, lines, known = f"i{number}", list[str](), is_flat(tile, number)
-    near = math.gcd(tile.dims[axis.dims[-1]], KNOWN) if known else 0
+    square = tile.square and number == 0
+    near = math.gcd(tile.dims[axis.dims[-1]], KNOWN) if known or square else 0
     moving = [strides for strides in tile.strides.values() if strides[axis.dims[-1]]]
     runs = {runs_from(tile, number, strides) for strides in moving} if known else set()
     for place in reversed(range(1, len(axis.dims))):
         dim = axis.dims[place]
-        lines += _divided(arguments, rest, dim, tile.dims[dim], near, number == 0 or near > 1, place == len(axis.dims) - 1)
+        told = (f"{near}" if known else f"[{near}, 1]") if near > 1 else ""
+        lines += _divided(arguments, rest, dim, tile.dims[dim], told, number == 0 or near > 1, place == len(axis.dims) - 1)
         rest = f"q{dim}"
         if place in runs and place < len(axis.dims) - 1:
             extent = math.prod(tile.dims[one] for one in axis.dims[place:])
@@ -52,17 +54,19 @@ def places(arguments: ArgumentList, tile: Tile, number: int) -> list[str]:
     return [*lines, f"x{axis.dims[0]} = {rest}"]
 
 
-def _divided(arguments: ArgumentList, index: str, dim: int, extent: int, near: int, free: bool, inmost: bool) -> tuple[str, str]:
+def _divided(arguments: ArgumentList, index: str, dim: int, extent: int, near: str, free: bool, inmost: bool) -> tuple[str, str]:
     """Lines that define ``q{dim}`` and ``x{dim}``, the quotient and the rest of ``index`` by the dimension's extent. ``near``: so
-    many neighbours, from each multiple of that on, lie side by side in the axis' last dimension, or 0; ``free``: they are told
+    many neighbours, from each multiple of that on, lie side by side in the axis' last dimension, or ""; ``free``: they are told
     of, or there are none; ``inmost``: this is that dimension."""
     if extent > SMALL and (extent % KNOWN or free) and not arguments.wide:
         factor, shift = reciprocal(extent)
         given = (arguments.constant(f"d{dim}_factor", factor - (1 << 32)), arguments.constant(f"d{dim}_shift", shift))
         quotient = f"_quotient({index}, {given[0]}, {given[1]})"
         rest = f"{index} - q{dim} * {arguments.size(f'd{dim}', extent)}"
-        if near > 1:
-            quotient = f"tl.max_constancy({quotient}, {near})"
+        if near:
+            # What is told of a call's result is lost, and so is what is told of one that changes its type.
+            unsigned = f"tl.umulhi({index}.to(tl.uint32), {given[0]}.to(tl.uint32)) >> {given[1]}.to(tl.uint32)"
+            quotient = f"tl.max_constancy({unsigned}, {near}).to(tl.int32)"
             rest = f"tl.max_contiguous(tl.multiple_of({rest}, {near}), {near})" if inmost else f"tl.max_constancy({rest}, {near})"
         return f"q{dim} = {quotient}", f"x{dim} = {rest}"
     size = arguments.size(f"d{dim}", extent, literal=True)

@@ -18,6 +18,7 @@ from codegen.columns import along_kept, column_blocks, runs_apart
 from codegen.instructions import FULL
 from codegen.pointwise_layout import pointwise_tile
 from codegen.product import Product
+from codegen.reduced_squares import square_tile
 from codegen.row_blocks import neighbours, row_block, tile_of_rows, warps_resident
 from codegen.row_traits import (
     FILE,
@@ -51,7 +52,7 @@ takes 224 us on an H200 so, 260 otherwise."""
 def lay_out(body: Body, tuning: Tuning, share: int = 0, shares: int = 0) -> Tile:
     """The tile of ``body``; ``share`` above 0 makes the first kernel of a reduction split over ``shares`` programs."""
     tile = end_in_vectors(_laid_out(body, tuning, share, shares), body, tuning.covered)
-    tile = tile if in_vectors(tile, body) else _by_element(tile, body)
+    tile = tile if tile.square or in_vectors(tile, body) else _by_element(tile, body)
     return replace(tile, packs=tuning.packs and settings.enabled("packed_rounding"), overlaps=tuning.overlaps)
 
 
@@ -150,9 +151,12 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
     share, shares = divided
     kept = tuple(dim for dim, flag in enumerate(flags) if not flag)
     gone = tuple(dim for dim, flag in enumerate(flags) if flag)
-    column = along_kept(body, dims, strides, flags, tuning)
     if body.mixed:
         return _mixed(body, dims, strides, (kept, gone), tuning)
+    square = square_tile(body, dims, strides, (kept, gone), tuning, divided)
+    if square is not None:
+        return square
+    column = along_kept(body, dims, strides, flags, tuning)
     extent, looped, lane, strips = body.extent, share > 0, tuning.lane, 0
     if not any(step.level == FULL or step.stage == "reduce" for step in body.steps):
         block_r, block_x = 1, min(128, power_of_two(body.kept))

@@ -141,7 +141,9 @@ def lower_max_pool(node: Node, scratch: int, known: Known) -> list[Part]:
 
 def taps(lowering: Lowering, axis: Axis, dim: int, extent: int) -> list[tuple[Instr, Instr]]:
     """Along a dimension each element of the window: its index in the input, and whether that exists."""
-    begin = lowering.expr("{0} * {1}", lowering.coord(dim), lowering.size(axis.stride, torch.int32), dtype=torch.int32)
+    begin = lowering.coord(dim)
+    if axis.stride > 1:
+        begin = lowering.expr("{0} * {1}", begin, lowering.size(axis.stride, torch.int32), dtype=torch.int32)
     taps = []
     for number in range(axis.kernel):
         offset = lowering.size(number * axis.dilation - axis.padding, torch.int32)
@@ -189,7 +191,8 @@ def _within(lowering: Lowering, axis: Axis, place: Instr, window: Instr) -> Inst
 
 
 def windows(lowering: Lowering, axis: Axis, place: Instr) -> list[Instr]:
-    """Along a dimension the windows that an element may lie in, in ascending order."""
-    padding, stride = (lowering.size(number, torch.int32) for number in (axis.padding, axis.stride))
-    last = lowering.expr("({0} + {1}) // {2}", place, padding, stride, dtype=torch.int32)
+    """Along a dimension the windows that an element may lie in, in ascending order. The stride that places are divided by is a
+    number in the source: strides are few, and the compiler knows ways to divide by each."""
+    last = lowering.expr(f"({{0}} + {{1}}) // {axis.stride}" if axis.stride > 1 else "{0} + {1}", place,
+                         lowering.size(axis.padding, torch.int32), dtype=torch.int32)
     return [lowering.expr(f"{{0}} - {back}", last, dtype=torch.int32) if back else last for back in reversed(range(axis.windows))]

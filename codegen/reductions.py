@@ -30,11 +30,12 @@ def reduction(node: Node, source: Operand, dims: Sequence[int] | int | None) -> 
     chosen = tuple(sorted(dim % len(size) for dim in chosen)) if size else ()
     kept = tuple(extent for dim, extent in enumerate(size) if dim not in chosen)
     lowering = Lowering(node, size, forms.intervals(size, chosen), kept)
-    lowering.part.column = _column(source.layout, chosen)
+    lowering.part.column = by_columns(source.layout, chosen)
     return lowering, chosen
 
 
-def _column(layout: Layout, dims: Sequence[int]) -> bool:
+def by_columns(layout: Layout, dims: Sequence[int]) -> bool:
+    """Do neighbours in memory differ in another dimension than ``dims``, which are reduced?"""
     steps = [(stride, dim) for dim, (extent, stride) in enumerate(zip(layout.size, layout.stride)) if extent > 1 and stride > 0]
     return bool(steps) and min(steps)[1] not in dims
 
