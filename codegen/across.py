@@ -2,7 +2,8 @@
 
 A convolution leaves the channels of a pixel side by side, a norm over images reduces the pixels of a channel. A kernel that reads
 both by rows fetches a whole sector of memory for each element of the first. What computes elementwise with such an operand is a
-kernel of its own instead, which goes over squares. (On an H200, sums over 8 x 64 x 224 x 224: 0.48 ms in one kernel.)
+kernel of its own instead, which goes over squares. (On an H200, sums over 8 x 64 x 224 x 224: 0.48 ms in one kernel.) Where
+results are many, the kernel that reduces goes over squares itself (`codegen.reduced_squares`).
 
 A mean over the first and the last dimension of 7,281 x 1,152 x 4 finds its rows in pieces of four elements. What computes with
 the mean elementwise would fetch and store them so once more (0.91 ms; 0.65 in two kernels).
@@ -17,9 +18,12 @@ from codegen import forms
 from codegen.body import reduced_flags
 from codegen.footprint import Footprint
 from codegen.group import Group, Joint
+from codegen.reduced_squares import NARROWEST
 
 SECTOR = 32
 """Bytes that memory gives at a time."""
+SQUARES = 4096
+"""Results whose squares are enough for all of the machine."""
 LARGE, SHORT, HELD, FEW = 1 << 20, 256, 8192, 64
 """Elements of a kernel that is worth another launch, of rows of which a program holds several, so that it reads squares, of rows
 that a program may hold in registers, and of neighbours that have one number. (The gradient of the largest of 20, summed for each
@@ -41,6 +45,8 @@ def refused(left: Group, right: Group, joint: Joint) -> str | None:
         return "the rows that one of them reduces lie in pieces smaller than what memory gives at a time, and would be read twice"
     own, others = _ways(rows, other, joint), _ways(other, rows, joint)
     if True in own or True not in others or False not in (*own, *others, *_read_by_both(rows, other, joint)):
+        return None
+    if rows is not left and joint.numel // forms.reduced_extent(joint.reduced) >= SQUARES and _run_along_results(other, joint):
         return None
     return "one of its operands lies across the rows that the other reduces: each element would be fetched with its neighbours"
 
@@ -99,6 +105,12 @@ def _lies_across(foot: Footprint, joint: Joint) -> bool | None:
     flags = reduced_flags(dims, reduced)
     steps = [stride for stride, flag in zip(forms.strides_over(form, dims), flags) if flag and stride]
     return bool(steps) and min(steps) * foot.dtype.itemsize >= SECTOR
+
+
+def _run_along_results(group: Group, joint: Joint) -> bool:
+    """Does all memory that the group touches, and that lies across the rows, run along neighbouring results?"""
+    feet = [foot for found in group.touched.values() for foot in found.values() if _lies_across(foot, joint)]
+    return all(any(step == 1 and size >= NARROWEST for size, step in foot.form or ()) for foot in feet)
 
 
 def _is_whole(foot: Footprint, joint: Joint) -> bool:

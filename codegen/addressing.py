@@ -29,7 +29,7 @@ class IndexWriter:
         return axis
 
     def _extent(self, number: int) -> str:
-        if self.tile.square and self._axis(number).extent % KNOWN:
+        if self.tile.told is not None and self._axis(number).extent % KNOWN:
             return str(self._axis(number).extent)
         return self.arguments.size(f"n{number}", self._axis(number).extent, literal=number == 1 == self.tile.reduced_axis)
 
@@ -251,7 +251,7 @@ class IndexWriter:
         dense = number == 0 and inner.dims and self._linear(strides, 1) and strides[inner.dims[-1]] == 1
         if dense and stride == inner.extent and index == "i0":
             return f"{index} * {self._extent(1)}"
-        odd = self.tile.square and stride % KNOWN  # what else divides it says where elements lie together
+        odd = self.tile.told is not None and stride % KNOWN  # what else divides it says where elements lie together
         return f"{index} * {stride if odd else self.arguments.stride(stride)}"
 
     def _kept_axis(self) -> int:

@@ -38,13 +38,12 @@ def places(arguments: ArgumentList, tile: Tile, number: int) -> list[str]:
     axis = tile.axes[number]
     assert axis is not None
     rest, lines, known = f"i{number}", list[str](), is_flat(tile, number)
-    square = tile.square and number == 0
-    near = math.gcd(tile.dims[axis.dims[-1]], KNOWN) if known or square else 0
+    near = math.gcd(tile.dims[axis.dims[-1]], KNOWN) if known or tile.told == number else 0
     moving = [strides for strides in tile.strides.values() if strides[axis.dims[-1]]]
     runs = {runs_from(tile, number, strides) for strides in moving} if known else set()
     for place in reversed(range(1, len(axis.dims))):
         dim = axis.dims[place]
-        told = (f"{near}" if known else f"[{near}, 1]") if near > 1 else ""
+        told = (f"{near}" if known else f"[1, {near}]" if number else f"[{near}, 1]") if near > 1 else ""
         lines += _divided(arguments, rest, dim, tile.dims[dim], told, number == 0 or near > 1, place == len(axis.dims) - 1)
         rest = f"q{dim}"
         if place in runs and place < len(axis.dims) - 1:

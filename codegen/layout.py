@@ -52,8 +52,16 @@ takes 224 us on an H200 so, 260 otherwise."""
 def lay_out(body: Body, tuning: Tuning, share: int = 0, shares: int = 0) -> Tile:
     """The tile of ``body``; ``share`` above 0 makes the first kernel of a reduction split over ``shares`` programs."""
     tile = end_in_vectors(_laid_out(body, tuning, share, shares), body, tuning.covered)
-    tile = tile if tile.square or in_vectors(tile, body) else _by_element(tile, body)
+    if _apart(tile):
+        tile = replace(tile, told=1)
+    tile = tile if tile.told is not None or in_vectors(tile, body) else _by_element(tile, body)
     return replace(tile, packs=tuning.packs and settings.enabled("packed_rounding"), overlaps=tuning.overlaps)
+
+
+def _apart(tile: Tile) -> bool:
+    """Are rows reduced that lie in pieces, so that the compiler can't see what lies side by side?"""
+    moved = tile.peel > 1 or tile.covered or tile.ragged or tile.walk is not None or tile.mixed or tile.share % KNOWN
+    return tile.reduced_axis == 1 and len(tile.axes[1].dims) > 1 and not moved and not tile.axes[1].block % KNOWN
 
 
 def _by_element(tile: Tile, body: Body) -> Tile:

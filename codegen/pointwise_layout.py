@@ -134,7 +134,7 @@ def _squares(body: Body, dims: tuple[int, ...], strides: Strides, exchanged: int
     square = [Axis((dim,), dims[dim], min(side, power_of_two(dims[dim]))) for dim in (exchanged, last)]
     outer_axis = Axis(rest, math.prod(dims[dim] for dim in rest), 1) if rest else None
     warps = warps_for(square[0].block * square[1].block, 2 * tuning.pointwise_lane)
-    return Tile(dims, strides, (square[0], square[1], outer_axis), None, False, 0, warps, square=True)
+    return Tile(dims, strides, (square[0], square[1], outer_axis), None, False, 0, warps, told=0)
 
 
 def _run(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuning, jumps: bool) -> int:

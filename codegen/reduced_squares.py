@@ -20,7 +20,7 @@ from ir_nodes import settings
 
 NARROWEST = 16
 """Neighbours below which it makes no difference that memory runs along them."""
-AREA, LANE, WARPS = 4096, 16, 8
+AREA, LANE, WARPS = 2048, 16, 8
 """Elements of a square, how many of them a thread has, and warps of one at most."""
 SIMPLE = ("load", "store", "reduce", "expr", "scalar", "const", "size", "coord")
 """Stages of steps that walk a square as they walk rows."""
@@ -42,7 +42,7 @@ def square_tile(body: Body, dims: tuple[int, ...], strides: Strides, split: tupl
     axes = (Axis(gone, extent, rows), Axis(kept[-1:], along, columns), Axis(kept[:-1], outer, 1) if outer > 1 else None)
     looped = share > 0 or rows < extent
     return Tile(dims, strides, axes, 0, looped, share, warps_for(rows * columns, LANE, WARPS), shares=shares,
-                square=share % KNOWN == 0)
+                told=None if share % KNOWN else 0)
 
 
 def disagree(body: Body, dims: Sequence[int], strides: Strides, kept: Sequence[int], gone: Sequence[int]) -> bool:

@@ -59,7 +59,7 @@ class Tile:
     registers: int = 0  # of a thread at most; 0: as many as the compiler takes
     strips: int = 0  # so many blocks along axis 1 hold a row, two or more; 0: one does, or it is walked
     walk: Walk | None = None  # how a row is walked twice that its multiprocessor's cache holds
-    square: bool = False  # operands run along either axis, and blocks along axis 0 begin at multiples of 16
+    told: int | None = None  # the axis of which the compiler is told what lies side by side; blocks begin at multiples of 16
     words: int = 0  # so far apart lie the strips' elements, which share a call of Philox; 0: they follow one another
 
     def follows(self, step: Step) -> bool:

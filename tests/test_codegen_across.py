@@ -52,6 +52,23 @@ def test_small_ones_and_short_rows_share_kernels() -> None:
         assert not any(name.startswith("pointwise") for name in names(weighted, *images(*size))), size
 
 
+def test_sums_of_many_results_go_over_squares_of_both() -> None:
+    rows, last = images(64, 64, 32, 32)
+    assert names(lambda a, b: (a * b).sum((2, 3)), rows, last) == ["reduce_mul_sum"]
+    halves = rows.view(32, 2, 64, 32, 32)
+    assert names(lambda a, b: (a * b[:, None]).sum((3, 4)), halves, last[:32]) == ["reduce_mul_sum"]
+
+
+def test_what_is_read_with_an_operand_across_is_stored_across_by_another_kernel() -> None:
+    """A batch norm of rows of pixels whose result has channels side by side: the sums read rows, the rest squares."""
+    def program(x: Tensor) -> Any:
+        mean = x.mean((0, 2, 3), keepdim=True)
+        return (x - mean).contiguous(memory_format=LAST), mean
+
+    found = names(program, torch.rand(16, 256, 32, 32))
+    assert len(found) == 2 and found[0].startswith("reduce") and found[1].startswith("pointwise"), found
+
+
 def test_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(across, "LARGE", 0)
     monkeypatch.setattr(across, "SHORT", 0)
