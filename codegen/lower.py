@@ -9,6 +9,7 @@ from codegen import (
     batch_norm,
     cross_entropy,
     draws,
+    few_summands,
     group_norm,
     halves,
     indexing,
@@ -187,7 +188,8 @@ def _lower_named(node: Node, scratch: int, tuning: Tuning, known: Known) -> list
     if node.name in ("max", "min") and "dim" in argument_names(node.target):
         return statistics.lower_extreme_along(node.name)(node, scratch)
     if node.name in REDUCTIONS:
-        return REDUCTIONS[node.name](node, scratch)
+        few = few_summands.lower_few(node, known) if node.name == "sum" else []
+        return few or REDUCTIONS[node.name](node, scratch)
     if node.name in PUT:
         return PUT[node.name](node, scratch)
     if node.name in PAIRED:

@@ -44,4 +44,5 @@ def stands_alone(node: Node, parts: list[Part]) -> bool:
     maker's stead either, and no scratch memory is numbered."""
     filled = any(value.producer is not None and value.producer.name in FILLS for value in node.inputs())
     numbered = any(access.value.buffer.index < 0 for part in parts for _, access in part.accesses())
-    return not filled and not numbered and (node.name in REDUCTIONS or row_of(node) is not None)
+    reduces = node.name in REDUCTIONS and any(part.reduced is not None for part in parts)
+    return not filled and not numbered and (reduces or row_of(node) is not None)
