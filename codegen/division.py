@@ -2,8 +2,8 @@
 
 Dividing by what a kernel is given takes some twenty instructions an element. A small extent is a number in the source, which the
 compiler divides by in two or three. By any other a kernel multiplies and shifts, as it is given both. That hides from the
-compiler that neighbours stay neighbours, so that it would no longer load them together: where elements lie flat, and along an axis
-that its tile names (`Tile.told`), it is told so, elsewhere along memory multiples of 16 are divided by.
+compiler that neighbours stay neighbours, so that it would no longer load them together: where elements lie flat, and along the
+axis that a tile names (`Tile.told`), it is told so, elsewhere along memory multiples of 16 are divided by.
 """
 
 from __future__ import annotations
