@@ -46,7 +46,8 @@ def refused(left: Group, right: Group, joint: Joint) -> str | None:
     own, others = _ways(rows, other, joint), _ways(other, rows, joint)
     if True in own or True not in others or False not in (*own, *others, *_read_by_both(rows, other, joint)):
         return None
-    if rows is not left and joint.numel // forms.reduced_extent(joint.reduced) >= SQUARES and _run_along_results(other, joint):
+    many = joint.numel // forms.reduced_extent(joint.reduced) >= SQUARES
+    if rows is not left and many and _stays_inside(other, rows) and _run_along_results(other, joint):
         return None
     return "one of its operands lies across the rows that the other reduces: each element would be fetched with its neighbours"
 
@@ -105,6 +106,12 @@ def _lies_across(foot: Footprint, joint: Joint) -> bool | None:
     flags = reduced_flags(dims, reduced)
     steps = [stride for stride, flag in zip(forms.strides_over(form, dims), flags) if flag and stride]
     return bool(steps) and min(steps) * foot.dtype.itemsize >= SECTOR
+
+
+def _stays_inside(group: Group, other: Group) -> bool:
+    """Does nobody but the two need what the group makes?"""
+    inside = {*group.units, *other.units}
+    return all(not unit.lasts and inside.issuperset(unit.followers) for unit in group.units)
 
 
 def _run_along_results(group: Group, joint: Joint) -> bool:

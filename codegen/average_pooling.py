@@ -15,7 +15,7 @@ import torch
 from codegen.expressions import Unsupported
 from codegen.instructions import Instr, Part
 from codegen.lowering import Lowering, arguments
-from codegen.pooling import MOST_TAPS, MOST_WINDOWS, Axis, Place, axes_of, inside, sum_at, taps, windows
+from codegen.pooling import MOST_TAPS, MOST_WINDOWS, Axis, Place, axes_of, elements, sum_at, windows
 from codegen.promotion import compute_dtype
 from codegen.pulled import Known
 from codegen.reductions import divide, operand_of
@@ -59,7 +59,8 @@ def lower_average_pool(node: Node, known: Known) -> list[Part]:
     lowering = Lowering(node, node.writes[0].layout.size)
     dims = (len(lowering.shape) - 2, len(lowering.shape) - 1)
     extents = source.layout.size[-2:]
-    total = sum_at(lowering, source, {dim: taps(lowering, axis, dim, extent) for axis, dim, extent in zip(axes, dims, extents)})
+    total = sum_at(lowering, source, {dim: [(place, None) for place in elements(lowering, axis, dim)]
+                                      for axis, dim in zip(axes, dims)})  # zero beside the input
     counts = [_count(lowering, axis, lowering.coord(dim), lowering.shape[dim], extent, _rule(args))
               for axis, dim, extent in zip(axes, dims, extents)]
     lowering.write(0, _averaged(lowering, total, counts, _rule(args)))
@@ -79,7 +80,7 @@ def lower_average_pool_backward(node: Node) -> list[Part]:
     rank, places, counts = len(lowering.shape), {}, []
     for axis, dim, extent, count in zip(axes, (rank - 2, rank - 1), lowering.shape[-2:], grad.layout.size[-2:]):
         found = windows(lowering, axis, lowering.coord(dim))
-        places[dim] = [(window, _holds(lowering, axis, window, lowering.coord(dim), count)) for window in found]
+        places[dim] = [(window, _reaches(lowering, axis, window, lowering.coord(dim))) for window in found]
         counts.append([_count(lowering, axis, window, count, extent, rule) for window in found])
 
     def share(value: Instr, numbers: tuple[int, ...]) -> Instr:
@@ -122,14 +123,13 @@ def _rule(args: dict[str, Any]) -> Rule:
     return Rule(bool(args.get("count_include_pad", True)), args.get("divisor_override"))
 
 
-def _holds(lowering: Lowering, axis: Axis, window: Instr, place: Instr, count: int) -> Instr:
-    """Whether ``window`` is one, and reaches ``place``: the last that it may lie in begins so far before it at the most."""
-    found = inside(lowering, window, count)
-    if axis.kernel % axis.stride == 0:  # then every one of them reaches as far
-        return found
+def _reaches(lowering: Lowering, axis: Axis, window: Instr, place: Instr) -> Instr | None:
+    """Whether ``window`` reaches ``place``, if it may not. Gradients of windows that are none are zero, and what reaches a place
+    counts an element."""
+    if axis.kernel % axis.stride == 0:  # the last that it may lie in begins so far before it at the most
+        return None
     first, kernel = _first(lowering, axis, window), _number(lowering, axis.kernel)
-    reach = lowering.expr("({0} - {1} < {2})", place, first, kernel, dtype=torch.bool)
-    return lowering.expr("({0} & {1})", found, reach, dtype=torch.bool)
+    return lowering.expr("({0} - {1} < {2})", place, first, kernel, dtype=torch.bool)
 
 
 def _first(lowering: Lowering, axis: Axis, window: Instr) -> Instr:

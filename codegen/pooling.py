@@ -141,15 +141,16 @@ def lower_max_pool(node: Node, scratch: int, known: Known) -> list[Part]:
 
 def taps(lowering: Lowering, axis: Axis, dim: int, extent: int) -> list[tuple[Instr, Instr]]:
     """Along a dimension each element of the window: its index in the input, and whether that exists."""
+    return [(place, inside(lowering, place, extent)) for place in elements(lowering, axis, dim)]
+
+
+def elements(lowering: Lowering, axis: Axis, dim: int) -> list[Instr]:
+    """Along a dimension the index in the input of each element of the window."""
     begin = lowering.coord(dim)
     if axis.stride > 1:
         begin = lowering.expr("{0} * {1}", begin, lowering.size(axis.stride, torch.int32), dtype=torch.int32)
-    taps = []
-    for number in range(axis.kernel):
-        offset = lowering.size(number * axis.dilation - axis.padding, torch.int32)
-        place = lowering.expr("{0} + {1}", begin, offset, dtype=torch.int32)
-        taps.append((place, inside(lowering, place, extent)))
-    return taps
+    offsets = (lowering.size(number * axis.dilation - axis.padding, torch.int32) for number in range(axis.kernel))
+    return [lowering.expr("{0} + {1}", begin, offset, dtype=torch.int32) for offset in offsets]
 
 
 def lower_max_pool_backward(node: Node, scratch: int, known: Known) -> list[Part]:

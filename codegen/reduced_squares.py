@@ -3,7 +3,7 @@ Imports codegen's leaf modules and `ir_nodes.settings`.
 
 A convolution of groups leaves images in rows, one with a window of a pixel leaves the channels of each pixel side by side, and a
 batch norm's gradient between the two sums over both. By rows or by columns, one of the two is fetched sector by sector for an
-element of each.
+element of each. What would be walked again, for something else of each element, is left as it is: that was not measured.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Sequence
 from codegen.aligned import KNOWN
 from codegen.body import Body
 from codegen.instructions import FULL
+from codegen.row_traits import walks_again
 from codegen.tile import Axis, Strides, Tile, reached, warps_for
 from codegen.tuning import Tuning, power_of_two
 from ir_nodes import settings
@@ -47,7 +48,8 @@ def square_tile(body: Body, dims: tuple[int, ...], strides: Strides, split: tupl
 
 def disagree(body: Body, dims: Sequence[int], strides: Strides, kept: Sequence[int], gone: Sequence[int]) -> bool:
     """Does one of the large operands run along the last kept dimension, another along the last reduced one?"""
-    if not kept or not gone or min(dims[kept[-1]], dims[gone[-1]]) < NARROWEST or any(s.stage not in SIMPLE for s in body.steps):
+    simple = not walks_again(body) and all(step.stage in SIMPLE for step in body.steps)
+    if not simple or not kept or not gone or min(dims[kept[-1]], dims[gone[-1]]) < NARROWEST:
         return False
     large = [strides[id(step)] for step in body.steps if step.access is not None and step.level == FULL
              and 2 * reached(step, body, strides) >= body.numel]

@@ -254,7 +254,7 @@ class InstructionWriter(BitWriter):
         offset, mask = self._place(step)
         checks = [mask] if mask else []
         for index, (stride, extent) in zip(map(self._name, indices), step.payload):  # type: ignore[call-overload]
-            offset += f" + {index} * {self.arguments.stride(stride)}"
+            offset += f" + {index}" + (f" * {self.arguments.stride(stride)}" if stride != 1 else "")
             checks.append(f"({index} >= 0) & ({index} < {self.arguments.stride(extent)})")
         return f"{self._pointer(step)} + {offset}, mask={' & '.join(checks)}"
 
