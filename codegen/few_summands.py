@@ -28,7 +28,8 @@ def lower_few(node: Node, known: Known) -> list[Part]:
     args = arguments(node)
     source, dim = operand_of(args["self"]), _dim(args)
     layout, write = source.layout, node.writes[0]
-    if dim is None or not settings.enabled("tiling") or not settings.enabled("windows") or not layout.dtype.is_floating_point:
+    allowed = settings.enabled("tiling") and settings.enabled("windows")
+    if dim is None or len(layout.size) < 2 or not allowed or not layout.dtype.is_floating_point:
         return []
     dim %= len(layout.size)
     kept = kept_layout(write.layout, (dim,)) if len(write.layout.size) == len(layout.size) else write.layout

@@ -67,3 +67,7 @@ def test_sums_of_more_or_in_the_order_of_memory_are_reduced() -> None:
     assert names(pairs, planes(2, 5, 32, 16, 16))[0].startswith("reduce_sum")
     with settings.override(disable=frozenset(("tiling",))):
         assert names(pairs, planes(2, 2, 32, 16, 16))[0].startswith("reduce_sum")
+
+
+def test_sums_of_one_number_or_of_none() -> None:
+    check(lambda x: (x.sum(0), x[None].sum(0), x[None].sum(-1, keepdim=True)), torch.tensor(3.0))
