@@ -1,4 +1,4 @@
-"""Sums of two to four parts that are left in another order than they lie in: elementwise, over squares of memory. Imports torch,
+"""Sums of two to four parts that are left in another order than they lie in: elementwise, over squares of memory. Imports
 `ir_nodes` and codegen's lowering modules.
 
 A convolution of groups leaves channels as planes, two of which are added up for one with a window of a pixel, which wants them

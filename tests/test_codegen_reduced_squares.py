@@ -38,6 +38,8 @@ def norm_gradient(rows: Tensor, last: Tensor) -> Any:
 @pytest.mark.parametrize("program, size", [
     (norm_gradient, (4, 32, 14, 14)), (norm_gradient, (3, 72, 7, 7)), (norm_gradient, (2, 24, 33, 1)),
     (lambda rows, last: (rows * last).sum((2, 3)), (3, 40, 9, 7)),
+    (lambda rows, last: (last * rows).sum((2, 3)), (2, 33, 90, 64)),  # shared by programs
+    (lambda rows, last: (last[:2, None] * rows.view(2, 2, 33, 45, 64)).sum((0, 3, 4)), (4, 33, 45, 64)),
     (lambda rows, last: (rows * last).sum((0, 2, 3)), (5, 17, 16, 16)),
     (lambda rows, last: (rows - last).amax((0, 2, 3)), (2, 50, 5, 20)),
     (lambda rows, last: ((rows + last).relu(), (rows + last).relu().sum((2, 3))), (2, 33, 8, 8)),
