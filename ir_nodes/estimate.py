@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import torch
 
@@ -94,6 +94,13 @@ def operations(node: Node) -> int:
         return 2 * math.prod(outs[0] or (1,)) * max((read.layout.size[-1] for read in node.reads if read.layout.size), default=1)
 
 
+def _convolution_gradients(made: Sequence[int], given: Sequence[int], weight: Sequence[int], *rest: Any, **_: Any) -> int:
+    """A forward's operations for each gradient that is asked for; torch's formula forgets that channels of one group do not meet
+    those of another in the weight's."""
+    _, _, _, _, transposed, _, _, wanted = rest
+    return sum(wanted[:2]) * 2 * math.prod(given if transposed else made) * math.prod(weight[1:])
+
+
 @functools.cache
 def _formula(target: str) -> Callable[..., Any] | None:
     """Torch's formula for the op; an overload, an op in place, the CPU's attention and `linear` count like the op that they stand
@@ -107,6 +114,8 @@ def _formula(target: str) -> Callable[..., Any] | None:
         return lambda x, weight, *rest, **more: 2 * math.prod(x) * weight[0]
     if name in ("cudnn_convolution_relu", "cudnn_convolution_add_relu"):
         return lambda x, weight, *rest, out_val: 2 * math.prod(out_val) * math.prod(weight[1:])
+    if name == "convolution_backward":
+        return _convolution_gradients
     name = ops.first_of(name).replace("_for_cpu", "").replace("_backward_overrideable", "_backward")
     name = name.replace("_addmm_activation", "addmm").removesuffix("_")
     packet = getattr(torch.ops.aten, name, None)

@@ -102,6 +102,19 @@ def test_images_are_channels_last(program: Callable[..., Any], dtype: torch.dtyp
     assert_equals_near(recording.graph, recording)
 
 
+def test_gradients_of_a_channel_each_do_not_outweigh_the_rest() -> None:
+    """MobileNet's blocks: their convolutions of a channel each compute little, in their gradients, too."""
+    def bottleneck(x: Tensor, wide: Tensor, each: Tensor, narrow: Tensor) -> tuple[Tensor, ...]:
+        held = [one.detach().requires_grad_() for one in (x, wide, each, narrow)]
+        made = F.conv2d(F.conv2d(held[0], held[1]).relu(), held[2], padding=1, groups=64).relu()
+        return torch.autograd.grad(F.conv2d(made, held[3]).square().sum(), held)
+
+    x = torch.randn(2, 16, 6, 5)
+    recording, told = changed(bottleneck, x, torch.randn(64, 16, 1, 1), torch.randn(64, 1, 3, 3), torch.randn(16, 64, 1, 1))
+    assert "6 convolutions and gradients" in told and "are channels_last in memory" in told
+    assert_equals_near(recording.graph, recording)
+
+
 def test_weights_are_copied_once() -> None:
     recording, _ = changed(activated, *operands())
     made = [node for node in recording.graph.nodes if node.changed]

@@ -29,6 +29,12 @@ FLOPS: dict[str, tuple[Node, int]] = {
     "linear": (node("aten::linear", ("r", 5, 16), ("r", 4, 16), None, outs=[(5, 4)]), 2 * 5 * 16 * 4),
     "convolution": (node("aten::convolution", ("r", 2, 3, 8, 8), ("r", 4, 3, 3, 3), None, (1, 1), (1, 1), (1, 1), False, (0, 0),
                          1, outs=[(2, 4, 8, 8)]), 2 * 2 * 4 * 8 * 8 * 3 * 3 * 3),
+    "gradients of a convolution of groups": (
+        node("aten::convolution_backward", ("r", 2, 6, 8, 8), ("r", 2, 6, 8, 8), ("r", 6, 1, 3, 3), None, (1, 1), (1, 1),
+             (1, 1), False, (0, 0), 6, (True, True, False), outs=[(2, 6, 8, 8), (6, 1, 3, 3)]), 2 * 2 * 2 * 6 * 8 * 8 * 3 * 3),
+    "the weight's of a transposed one": (
+        node("aten::convolution_backward", ("r", 2, 4, 16, 16), ("r", 2, 6, 8, 8), ("r", 6, 4, 2, 2), None, (2, 2), (0, 0),
+             (1, 1), True, (0, 0), 1, (False, True, False), outs=[(6, 4, 2, 2)]), 2 * 2 * 6 * 8 * 8 * 4 * 2 * 2),
     "attention": (node("aten::_scaled_dot_product_flash_attention_for_cpu", ("r", 2, 4, 8, 16), ("r", 2, 4, 8, 16),
                        ("r", 2, 4, 8, 16), outs=[(2, 4, 8, 16), (2, 4, 8)]), 2 * 2 * 4 * 8 * 8 * 16 * 2),
     "add": (node("aten::add.Tensor", ("r", 8), ("r", 8), 1, outs=[(8,)]), 0),
