@@ -174,8 +174,8 @@ def run(function: Callable[..., Any], given: Given, one: Known) -> Any:
     if ends:
         end_step()
     if one.tries == _TRIES and one.stretch is None:
-        name = getattr(function, "__qualname__", type(function).__name__)
-        warnings.warn(f"lazysched: {name} is not replayed: {why or 'two calls in turn were never the same'} "
+        name, told = getattr(function, "__qualname__", type(function).__name__), why.replace("\n", ": ")
+        warnings.warn(f"lazysched: {name} is not replayed: {told or 'two calls in turn were never the same'} "
                       "(torch._lazy.metrics counts all reasons as ReplayRefused)", RuntimeWarning, stacklevel=3)
     return out
 
@@ -200,18 +200,25 @@ class Before:
         self.watched = Watched(function, given.leaves)
         self.same = one.watched is not None and self.watched.state(one.trains) == one.state
         self.numbers, self.host = self.watched.numbers(), self.watched.on_the_host()
-        self.stats = api.stats()
+        self.stats, self.barriers = api.stats(), api.barriers()[-1:]
 
     def recorded(self) -> int:
         """Ops recorded since. Raises Refused where they may not be all that the function did."""
         after = api.stats()
         if after["fallbacks"] != self.stats["fallbacks"] or after["flushes"] != self.stats["flushes"]:
-            raise Refused("it reads a value, marks a step, or an op of it runs at once")
+            raise Refused("it reads a value, marks a step, or an op of it runs at once" + self.first_end())
         if self.watched.numbers() != self.numbers:
             raise Refused("it changes an optimizer's numbers (a learning rate); make them tensors on the device")
         if self.watched.on_the_host() != self.host:
             raise Refused("it changes tensors on the CPU (an optimizer's step counts); use capturable=True or fused=True")
         return int(after["recorded"] - self.stats["recorded"])
+
+    def first_end(self) -> str:
+        """What ended the recording first since, and where, as a line; "" where nothing did."""
+        seen = api.barriers()
+        last = self.barriers[0] if self.barriers else None
+        since = next((index + 1 for index in reversed(range(len(seen))) if seen[index] is last), 0)
+        return "".join(f"\n{one.reason} at {one.frame}" for one in seen[since : since + 1] if one.frame is not None)
 
 
 def learn(one: Known, before: Before, recorded: Recorded) -> None:

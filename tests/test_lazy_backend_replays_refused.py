@@ -10,7 +10,7 @@ from torch import Tensor
 
 import lazy_backend
 from ir_nodes import settings
-from tests.replays import DEVICE, Counted, Trainer, inputs, new_refusals, sgd, started  # noqa: F401 (a fixture)
+from tests.replays import DEVICE, Counted, Trainer, inputs, new_refusals, refusals, sgd, started  # noqa: F401 (a fixture)
 
 
 class Keeps:
@@ -211,3 +211,13 @@ def test_an_error_when_the_step_runs_reaches_the_user_and_the_step_is_not_run_ag
         step(xs[5], xs[5])
     monkeypatch.undo()
     assert one.runs == 3
+
+
+def test_a_warning_says_what_ends_the_recording_and_where() -> None:
+    kept = Keeps()
+    step = lazy_backend.replayed(lambda x: case_reads(x, kept))
+    line = case_reads.__code__.co_firstlineno + 1
+    with pytest.warns(RuntimeWarning, match=rf"reads a value, .*item\(\).* at .*replays_refused\.py:{line} in case_reads"):
+        for x in inputs(DEVICE, 12):
+            step(x)
+    assert all("\n" not in one for one in refusals())
