@@ -6,7 +6,10 @@ strides are 1, in which order things happen.
 
 from __future__ import annotations
 
+from typing import Mapping
+
 from codegen.body import Body, Step
+from codegen.branches import Sides, choices
 from codegen.cluster_source import ClusterWriter
 from codegen.helpers import used
 from codegen.instructions import FULL
@@ -14,6 +17,7 @@ from codegen.kernel import WAIT
 from codegen.random_source import PHILOX
 from codegen.source_args import ArgumentList
 from codegen.tile import Tile
+from ir_nodes import settings
 
 _HEADER = '''"""{title}"""
 
@@ -143,8 +147,11 @@ class SourceWriter(ClusterWriter):
         """Every instruction, once."""
         steps, stores = ([step for step in self.body.steps if (step.stage == "store") is kind] for kind in (False, True))
         soon = {} if self._settles else self._soon(steps, stores)
+        chosen = self._choices()
+        within = {one for sides in chosen.values() for side in sides for one in side}
         for step in steps:
-            self._emit(step)
+            if step not in within:
+                self._emit_or_choose(step, chosen)
             for store in soon.get(step, ()):
                 self._store(store)
         self._settle()
@@ -152,6 +159,32 @@ class SourceWriter(ClusterWriter):
         for store in self._crossing_first(stores):
             if store not in done:
                 self._store(store)
+
+    def _choices(self) -> dict[Step, Sides]:
+        """What only some of the programs that walk squares compute."""
+        squares = self.tile.reduced_axis is None and self.tile.axes[2] is not None
+        if not squares or self._settles or not settings.enabled("branches"):
+            return {}
+        return choices(self.body.steps, lambda step: self._axes(step.args[0]) <= {2} and all(
+            arg.dtype is step.dtype and {0, 1} <= self._axes(arg) for arg in step.args[1:]))
+
+    def _emit_or_choose(self, step: Step, chosen: Mapping[Step, Sides]) -> None:
+        """The ``step``; a choice with what makes either value in a branch."""
+        if step not in chosen:
+            self._emit(step)
+            return
+        condition, *values = step.args
+        for head, side, value in zip((f"if {self._name(condition)}:", "else:"), chosen[step], values):
+            self._line(head)
+            self._indent += 1
+            inner = {one: chosen[one] for one in side if one in chosen}
+            within = {one for sides in inner.values() for few in sides for one in few}
+            for one in side:
+                if one not in within:
+                    self._emit_or_choose(one, inner)
+            self._line(f"{self._name(step)} = {self._name(value)}")
+            self._indent -= 1
+        self._emitted.add(id(step))
 
     def _crossing_first(self, stores: list[Step]) -> list[Step]:
         """Stores that walk across the reduced rows before those of a number for each row.

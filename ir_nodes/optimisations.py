@@ -42,6 +42,7 @@ OPTIMISATIONS: dict[str, str] = {
     "row_totals": "sums of everything that was made of reduced rows are taken row by row, in the kernel that makes it",
     "split": "long reductions with few results are split over programs",
     "tiling": "two-dimensional tiles where operands disagree on the fast axis",
+    "branches": "programs that lie within one of several parts compute that part only",
     "row_strips": "rows that no power of two fits are held in registers in several strips",
     "aligned_rows": "rows that start or end off 16-byte boundaries are read in whole vectors",
     "stored_by_makers": "parts of a concatenation are stored into their places by the kernel that makes them",
