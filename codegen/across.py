@@ -95,9 +95,9 @@ def _read_by_both(left: Group, right: Group, joint: Joint) -> set[bool | None]:
 
 
 def _lies_across(foot: Footprint, joint: Joint) -> bool | None:
-    """Does each element of a row lie in a sector of its own? None for what has not an element for each."""
+    """Does each element of a row lie in a sector of its own? None for what has not an element for each or for two."""
     form, reduced = foot.form, joint.reduced or ()
-    if form is None or not _is_whole(foot, joint):
+    if form is None or foot.gathers or 2 * forms.touched(form) < joint.numel:
         return None
     cuts = forms.merge_cuts(forms.reduced_cuts(reduced, joint.numel), forms.cuts(form))
     if cuts is None:
@@ -121,5 +121,5 @@ def _run_along_results(group: Group, joint: Joint) -> bool:
 
 
 def _is_whole(foot: Footprint, joint: Joint) -> bool:
-    """Is there an element of it for each of the joint space, or for two?"""
-    return foot.form is not None and not foot.gathers and forms.touched(foot.form) * 2 >= joint.numel
+    """Is there an element of it for each of the joint space?"""
+    return foot.form is not None and not foot.gathers and forms.touched(foot.form) == joint.numel

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from codegen.aligned import KNOWN
 from codegen.body import Body, Step
-from codegen.division import is_flat, places, runs_from
+from codegen.division import divisible, is_flat, places, runs_from
 from codegen.instructions import KEPT
 from codegen.source_args import ArgumentList
 from codegen.tile import Axis, Tile
@@ -29,9 +28,9 @@ class IndexWriter:
         return axis
 
     def _extent(self, number: int) -> str:
-        if self.tile.told is not None and self._axis(number).extent % KNOWN:
-            return str(self._axis(number).extent)
-        return self.arguments.size(f"n{number}", self._axis(number).extent, literal=number == 1 == self.tile.reduced_axis)
+        extent = self._axis(number).extent
+        text = self.arguments.size(f"n{number}", extent, literal=number == 1 == self.tile.reduced_axis)
+        return text if self.tile.told is None else divisible(text, extent)
 
     def _arange(self, number: int) -> str:
         if self.tile.axes[0] is None:
@@ -251,8 +250,8 @@ class IndexWriter:
         dense = number == 0 and inner.dims and self._linear(strides, 1) and strides[inner.dims[-1]] == 1
         if dense and stride == inner.extent and index == "i0":
             return f"{index} * {self._extent(1)}"
-        odd = self.tile.told is not None and stride % KNOWN  # what else divides it says where elements lie together
-        return f"{index} * {stride if odd else self.arguments.stride(stride)}"
+        text = self.arguments.stride(stride)
+        return f"{index} * {text if self.tile.told is None else divisible(text, stride)}"
 
     def _kept_axis(self) -> int:
         return 1 if self.tile.reduced_axis is None else 1 - self.tile.reduced_axis

@@ -37,6 +37,12 @@ def choices(steps: Sequence[Step], same: Callable[[Step], bool]) -> dict[Step, S
     return found
 
 
+def outside(steps: Sequence[Step], chosen: Mapping[Step, Sides]) -> list[Step]:
+    """Those of the ``steps`` that are not computed for a choice among them."""
+    within = {one for step in steps for side in chosen.get(step, ()) for one in side}
+    return [step for step in steps if step not in within]
+
+
 def _alone(choice: Step, value: Step, steps: Sequence[Step], users: Mapping[Step, Sequence[Step]]) -> list[Step]:
     """What makes ``value`` for the ``choice`` and nothing else, in order."""
     mine: dict[Step, None] = {}

@@ -80,3 +80,9 @@ def reciprocal(extent: int) -> tuple[int, int]:
     """
     bits = (extent - 1).bit_length()
     return -(-(1 << (31 + bits)) // extent), bits - 1
+
+
+def divisible(text: str, value: int) -> str:
+    """The size ``text``, so that the compiler sees what power of two below 16 divides it; kernels differ by that, not by size."""
+    side = math.gcd(value, KNOWN)
+    return f"({text} // {side} * {side})" if 1 < side < KNOWN else text

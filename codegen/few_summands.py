@@ -8,13 +8,12 @@ side by side. A reduction walks along the one or the other, and stores or loads 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from codegen.instructions import Instr, Part
 from codegen.lowering import Lowering, arguments
 from codegen.promotion import compute_dtype
-from codegen.pulled import Known, read_through
-from codegen.reductions import kept_layout, operand_of
+from codegen.pulled import Known, sum_through
+from codegen.reductions import dims_of, kept_layout, operand_of
 from ir_nodes import settings
 from ir_nodes.layout import Layout
 from ir_nodes.node import Node, Operand
@@ -26,34 +25,23 @@ MOST = 4
 def lower_few(node: Node, known: Known) -> list[Part]:
     """The part of a sum over one short dimension; none where it had better be reduced."""
     args = arguments(node)
-    source, dim = operand_of(args["self"]), _dim(args)
-    layout, write = source.layout, node.writes[0]
+    source = operand_of(args["self"])
+    layout, write, dims = source.layout, node.writes[0], dims_of(source.layout.size, args.get("dim"))
     allowed = settings.enabled("tiling") and settings.enabled("windows")
-    if dim is None or len(layout.size) < 2 or not allowed or not layout.dtype.is_floating_point:
+    if len(dims) != 1 or len(layout.size) < 2 or not allowed or not layout.dtype.is_floating_point:
         return []
-    dim %= len(layout.size)
-    kept = kept_layout(write.layout, (dim,)) if len(write.layout.size) == len(layout.size) else write.layout
-    one = kept_layout(layout, (dim,))
+    (dim,) = dims
+    kept = kept_layout(write.layout, dims) if len(write.layout.size) == len(layout.size) else write.layout
+    one = kept_layout(layout, dims)
     if not 2 <= layout.size[dim] <= MOST or layout.stride[dim] == 1 or kept.size != one.size or not _turns(node, one, kept):
         return []
     lowering = Lowering(node, one.size)
-    held, total = compute_dtype(write.layout.dtype), None
-    for number in range(layout.size[dim]):
-        place = Operand(source.value, replace(one, offset=one.offset + number * layout.stride[dim]))
-        term = lowering.cast(read_through(lowering, known, place), held)
-        total = term if total is None else lowering.expr("{0} + {1}", total, term, dtype=held)
-    assert total is not None
+    parts = (replace(one, offset=one.offset + number * layout.stride[dim]) for number in range(layout.size[dim]))
+    total = sum_through(lowering, known, (Operand(source.value, part) for part in parts), compute_dtype(write.layout.dtype))
     if _stores_for_it(lowering.part.instrs, source, known):
         return []
     lowering.store(write.value, kept, total)
     return [lowering.part]
-
-
-def _dim(args: dict[str, Any]) -> int | None:
-    """The one dimension that is reduced."""
-    dims = args.get("dim")
-    dims = dims if isinstance(dims, (list, tuple)) else (dims,)
-    return dims[0] if len(dims) == 1 and isinstance(dims[0], int) else None
 
 
 def _turns(node: Node, source: Layout, result: Layout) -> bool:

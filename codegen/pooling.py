@@ -19,6 +19,7 @@ from codegen.lowering import Lowering, arguments
 from codegen.promotion import HALF
 from codegen.pulled import Known
 from codegen.reductions import operand_of
+from codegen.source_args import SMALL
 from ir_nodes import settings
 from ir_nodes.layout import Layout
 from ir_nodes.node import Node, Operand, Write
@@ -192,8 +193,11 @@ def _within(lowering: Lowering, axis: Axis, place: Instr, window: Instr) -> Inst
 
 
 def windows(lowering: Lowering, axis: Axis, place: Instr) -> list[Instr]:
-    """Along a dimension the windows that an element may lie in, in ascending order. The stride that places are divided by is a
-    number in the source: strides are few, and the compiler knows ways to divide by each."""
-    last = lowering.expr(f"({{0}} + {{1}}) // {axis.stride}" if axis.stride > 1 else "{0} + {1}", place,
-                         lowering.size(axis.padding, torch.int32), dtype=torch.int32)
+    """Along a dimension the windows that an element may lie in, in ascending order. A small stride is a number in the
+    source, as the compiler knows ways to divide by it."""
+    last = lowering.expr("{0} + {1}", place, lowering.size(axis.padding, torch.int32), dtype=torch.int32)
+    if axis.stride > SMALL:
+        last = lowering.expr("{0} // {1}", last, lowering.size(axis.stride, torch.int32), dtype=torch.int32)
+    elif axis.stride > 1:
+        last = lowering.expr(f"{{0}} // {axis.stride}", last, dtype=torch.int32)
     return [lowering.expr(f"{{0}} - {back}", last, dtype=torch.int32) if back else last for back in reversed(range(axis.windows))]

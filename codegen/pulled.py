@@ -5,7 +5,7 @@ they store, so that slices, pads and concatenations take no memory of their own.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Callable, Mapping, Sequence
+from typing import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -185,6 +185,15 @@ def read_through(lowering: Lowering, known: Known, operand: Operand) -> Instr:
     dtype = operand.layout.dtype
     access = lowering.access(operand.value, operand.layout)
     return Puller(lowering, known, None).operand(access, compute_dtype(dtype), dtype if dtype in HALF else None, identity_mapper)
+
+
+def sum_through(lowering: Lowering, known: Known, operands: Iterable[Operand], dtype: torch.dtype | None = None) -> Instr:
+    """The sum of these operands' elements, one after the other, each read through; as ``dtype``, or as they are computed with."""
+    terms = (read_through(lowering, known, operand) for operand in operands)
+    first, *others = (term if dtype is None else lowering.cast(term, dtype) for term in terms)
+    for other in others:
+        first = lowering.expr("{0} + {1}", first, other, dtype=other.dtype)
+    return first
 
 
 def copied(part: Part, leaf: Callable[[Instr, tuple[Instr, ...]], Instr | None], add: Callable[[Instr], Instr]) -> Instr:

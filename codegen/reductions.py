@@ -26,12 +26,17 @@ Lowered = Callable[[Node, int], list[Part]]
 def reduction(node: Node, source: Operand, dims: Sequence[int] | int | None) -> tuple[Lowering, tuple[int, ...]]:
     """A lowering over ``source``'s shape that reduces ``dims`` (None or empty: all), and those dims."""
     size = source.layout.size
-    chosen = tuple(range(len(size))) if dims is None or dims == () else (dims,) if isinstance(dims, int) else tuple(dims)
-    chosen = tuple(sorted(dim % len(size) for dim in chosen)) if size else ()
+    chosen = dims_of(size, dims)
     kept = tuple(extent for dim, extent in enumerate(size) if dim not in chosen)
     lowering = Lowering(node, size, forms.intervals(size, chosen), kept)
     lowering.part.column = by_columns(source.layout, chosen)
     return lowering, chosen
+
+
+def dims_of(size: Sequence[int], dims: Sequence[int] | int | None) -> tuple[int, ...]:
+    """The dimensions that an op's argument ``dims`` means, in ascending order."""
+    chosen = tuple(range(len(size))) if dims is None or dims == () else (dims,) if isinstance(dims, int) else tuple(dims)
+    return tuple(sorted(dim % len(size) for dim in chosen)) if size else ()
 
 
 def by_columns(layout: Layout, dims: Sequence[int]) -> bool:

@@ -129,12 +129,12 @@ def ready_kernels(planned: Plan, context: Context) -> dict[Kernel, Any]:
     kernels = list(dict.fromkeys(step.kernel for step in planned.steps if isinstance(step, KernelStep)))
     try:
         found = load_kernels(kernels, context) if context.cuda else interpret_all(kernels, context)
-        failed = {kernel: one for kernel, one in found.items() if isinstance(one, KernelCompileError)}
-        for one in failed.values():
-            if isinstance(one, KernelCacheError):
-                raise one
     except (KernelCacheError, OSError) as error:
         raise EngineError(str(error)) from error
+    failed = {kernel: one for kernel, one in found.items() if isinstance(one, KernelCompileError)}
+    for one in failed.values():
+        if isinstance(one, KernelCacheError):
+            raise EngineError(str(one)) from one
     if failed:
         nodes = [node for step in planned.steps if isinstance(step, KernelStep) and step.kernel in failed for node in step.nodes]
         raise Unmade(list(dict.fromkeys(nodes)), "; ".join(map(str, failed.values()))) from next(iter(failed.values()))

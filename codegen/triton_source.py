@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Mapping
 
 from codegen.body import Body, Step
-from codegen.branches import Sides, choices
+from codegen.branches import Sides, choices, outside
 from codegen.cluster_source import ClusterWriter
 from codegen.helpers import used
 from codegen.instructions import FULL
@@ -148,10 +148,8 @@ class SourceWriter(ClusterWriter):
         steps, stores = ([step for step in self.body.steps if (step.stage == "store") is kind] for kind in (False, True))
         soon = {} if self._settles else self._soon(steps, stores)
         chosen = self._choices()
-        within = {one for sides in chosen.values() for side in sides for one in side}
-        for step in steps:
-            if step not in within:
-                self._emit_or_choose(step, chosen)
+        for step in outside(steps, chosen):
+            self._emit_or_choose(step, chosen)
             for store in soon.get(step, ()):
                 self._store(store)
         self._settle()
@@ -177,11 +175,8 @@ class SourceWriter(ClusterWriter):
         for head, side, value in zip((f"if {self._name(condition)}:", "else:"), chosen[step], values):
             self._line(head)
             self._indent += 1
-            inner = {one: chosen[one] for one in side if one in chosen}
-            within = {one for sides in inner.values() for few in sides for one in few}
-            for one in side:
-                if one not in within:
-                    self._emit_or_choose(one, inner)
+            for one in outside(side, chosen):
+                self._emit_or_choose(one, chosen)
             self._line(f"{self._name(step)} = {self._name(value)}")
             self._indent -= 1
         self._emitted.add(id(step))

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from codegen.instructions import Instr, Part
 from codegen.lowering import Lowering
-from codegen.pulled import Known, read_through
+from codegen.pulled import Known, sum_through
 from codegen.reductions import reduction, write_kept
 from ir_nodes.layout import Layout
 from ir_nodes.node import Node, Operand
@@ -47,10 +47,7 @@ def run_sums(lowering: Lowering, known: Known, source: Operand, times: Sequence[
     layout, outer = source.layout, len(source.layout.size) - len(times)
     size = (*layout.size[:outer], *(extent // run for extent, run in zip(layout.size[outer:], times)))
     stride = (*layout.stride[:outer], *(step * run for step, run in zip(layout.stride[outer:], times)))
-    total: Instr | None = None
-    for numbers in itertools.product(*map(range, times)):
-        offset = layout.offset + sum(number * step for number, step in zip(numbers, layout.stride[outer:]))
-        term = read_through(lowering, known, Operand(source.value, replace(layout, size=size, stride=stride, offset=offset)))
-        total = term if total is None else lowering.expr("{0} + {1}", total, term, dtype=term.dtype)
-    assert total is not None
-    return total
+    starts = (layout.offset + sum(number * step for number, step in zip(numbers, layout.stride[outer:]))
+              for numbers in itertools.product(*map(range, times)))
+    run = replace(layout, size=size, stride=stride)
+    return sum_through(lowering, known, (Operand(source.value, replace(run, offset=start)) for start in starts))

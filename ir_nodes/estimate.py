@@ -94,10 +94,10 @@ def operations(node: Node) -> int:
         return 2 * math.prod(outs[0] or (1,)) * max((read.layout.size[-1] for read in node.reads if read.layout.size), default=1)
 
 
-def _convolution_gradients(made: Sequence[int], given: Sequence[int], weight: Sequence[int], *rest: Any, **_: Any) -> int:
+def _convolution_gradients(made: Sequence[int], given: Sequence[int], weight: Sequence[int], *rest: Any, out_val: Any) -> int:
     """A forward's operations for each gradient that is asked for; torch's formula forgets that channels of one group do not meet
     those of another in the weight's."""
-    _, _, _, _, transposed, _, _, wanted = rest
+    *_, transposed, _, _, wanted = rest
     return sum(wanted[:2]) * 2 * math.prod(given if transposed else made) * math.prod(weight[1:])
 
 
@@ -114,9 +114,9 @@ def _formula(target: str) -> Callable[..., Any] | None:
         return lambda x, weight, *rest, **more: 2 * math.prod(x) * weight[0]
     if name in ("cudnn_convolution_relu", "cudnn_convolution_add_relu"):
         return lambda x, weight, *rest, out_val: 2 * math.prod(out_val) * math.prod(weight[1:])
+    name = ops.first_of(name).replace("_for_cpu", "").replace("_backward_overrideable", "_backward")
     if name == "convolution_backward":
         return _convolution_gradients
-    name = ops.first_of(name).replace("_for_cpu", "").replace("_backward_overrideable", "_backward")
     name = name.replace("_addmm_activation", "addmm").removesuffix("_")
     packet = getattr(torch.ops.aten, name, None)
     return flop_registry.get(packet) if packet is not None else None

@@ -16,6 +16,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Sequence, TypeVar
 
 import torch
@@ -200,7 +201,7 @@ class Before:
         self.watched = Watched(function, given.leaves)
         self.same = one.watched is not None and self.watched.state(one.trains) == one.state
         self.numbers, self.host = self.watched.numbers(), self.watched.on_the_host()
-        self.stats, self.barriers = api.stats(), api.barriers()[-1:]
+        self.stats, self.last_end = api.stats(), (api.barriers() or [None])[-1]
 
     def recorded(self) -> int:
         """Ops recorded since. Raises Refused where they may not be all that the function did."""
@@ -215,10 +216,8 @@ class Before:
 
     def first_end(self) -> str:
         """What ended the recording first since, and where, as a line; "" where nothing did."""
-        seen = api.barriers()
-        last = self.barriers[0] if self.barriers else None
-        since = next((index + 1 for index in reversed(range(len(seen))) if seen[index] is last), 0)
-        return "".join(f"\n{one.reason} at {one.frame}" for one in seen[since : since + 1] if one.frame is not None)
+        since = list(takewhile(lambda one: one is not self.last_end, reversed(api.barriers())))
+        return "".join(f"\n{one.reason} at {one.frame}" for one in since[-1:] if one.frame is not None)
 
 
 def learn(one: Known, before: Before, recorded: Recorded) -> None:
