@@ -23,7 +23,7 @@ NARROWEST = 16
 """Neighbours below which it makes no difference that memory runs along them."""
 AREA, LANE, WARPS = 2048, 16, 8
 """Elements of a square, how many of them a thread has, and warps of one at most."""
-SIMPLE = ("load", "store", "reduce", "expr", "scalar", "const", "size", "coord")
+SIMPLE = ("load", "store", "reduce", "expr", "scalar", "size", "coord")
 """Stages of steps that walk a square as they walk rows."""
 
 
