@@ -59,7 +59,7 @@ def why_not(node: Node) -> str:
         return reason
     if is_depthwise(source.layout, transposed, groups):
         return "it is that of a depthwise convolution, which has kernels of its own"
-    if maker is None or info(maker.target).kind != "pointwise" or maker.stage != node.stage:
+    if maker is None or info(maker.target).kind not in ("pointwise", "copy") or maker.stage != node.stage:
         return "what it sums is not made by a kernel that could do so"
     layouts = [one.layout for one in (gradient, source, weight)]
     if not all(one.is_contiguous for one in layouts) and not all(map(is_channels_last, layouts)):
