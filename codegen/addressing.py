@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from codegen.body import Body, Step
-from codegen.division import divisible, is_flat, places, runs_from
+from codegen.division import divisible, is_flat, parted, places, runs_from
 from codegen.instructions import KEPT
 from codegen.source_args import ArgumentList
 from codegen.tile import Axis, Tile
@@ -42,20 +42,16 @@ class IndexWriter:
         self._line("pid = tl.program_id(0)" + (".to(tl.int64)" if self.arguments.wide else "") + share)
         reduced = self.tile.reduced_axis
         if reduced is None and self.tile.axes[0] is not None:
-            over = f" + {self.tile.peel - 1}" if self.tile.peel > 1 else ""
-            self._line(f"across = ({self._extent(1)}{over} + B1 - 1) // B1")
-            self._line("row = pid // across")
+            self._line(f"row = {self._parted('pid', 'across', 1)}")
             if self.tile.axes[2] is not None:
-                self._line(f"down = ({self._extent(0)} + B0 - 1) // B0")
-                self._line("i2 = row // down")
-                self._line("row = row % down")
+                self._line(f"i2 = {self._parted('row', 'down', 0)}")
                 self._split(2)
-            self._index(0, "row * B0")
+            self._index(0, self._starts[0] if self.tile.axes[2] is not None else "row * B0")
             if self.tile.peel:
                 self._align("row")
-                self._line("begin = (pid % across) * B1")
+                self._line(f"begin = {self._starts[1] or '0'}")
             else:
-                self._index(1, "(pid % across) * B1")
+                self._index(1, self._starts[1])
             return
         if reduced is None:
             if self.tile.peel:
@@ -89,6 +85,13 @@ class IndexWriter:
         self._align("pid")
         if not self.tile.looped and not self.tile.strips:
             self._index(reduced, "")
+
+    def _parted(self, program: str, name: str, number: int) -> str:
+        """Which of the axis' blocks ``program`` has decides where it starts; gives how often all of them lie before it."""
+        lines, before, block = parted(self.arguments, program, name, self._axis(number), max(self.tile.peel - 1, 0) * number)
+        self._lines += ["    " * self._indent + line for line in lines]
+        self._starts[number] = f"{block} * B{number}" if block else ""
+        return before
 
     def _cover(self) -> None:
         """A program's share of rows that start off 16-byte boundaries, all of them equally far."""
@@ -157,7 +160,8 @@ class IndexWriter:
             self._line("i1 = at - shift")
         else:
             begin = f"{start} - shift" if peeled else start
-            self._line(f"i{number} = " + (f"{begin} + " if begin else "") + self._arange(number))
+            place = (f"{begin} + " if begin else "") + self._arange(number)
+            self._line(f"i{number} = " + (f"tl.multiple_of({place}, [1, 1])" if number and self.tile.apart else place))
         if self._guarded(number):
             known = f" // {self.tile.ragged} * {self.tile.ragged}" if number == 1 and self.tile.even else ""
             bound = f"i{number} < {end or self._extent(number)}{known}"
@@ -250,8 +254,12 @@ class IndexWriter:
         dense = number == 0 and inner.dims and self._linear(strides, 1) and strides[inner.dims[-1]] == 1
         if dense and stride == inner.extent and index == "i0":
             return f"{index} * {self._extent(1)}"
+        return f"{index} * {self.arguments.stride(stride) if self.tile.told is None else self._told(stride)}"
+
+    def _told(self, stride: int) -> str:
+        """A stride, of which the compiler is told what divides it, where it knows of the index what neighbours have in common."""
         text = self.arguments.stride(stride)
-        return f"{index} * {text if self.tile.told is None else divisible(text, stride)}"
+        return text if self.tile.told is None and not is_flat(self.tile, 1) else divisible(text, stride)
 
     def _kept_axis(self) -> int:
         return 1 if self.tile.reduced_axis is None else 1 - self.tile.reduced_axis
@@ -278,6 +286,7 @@ class IndexWriter:
         if self._in_vectors(step):
             ends = "m1" if self.tile.even else "v1"
             return "base + i1", " & ".join(["m0"] * self._guarded(0) + [ends] * (not self._inside))
+        offset = f"({offset})" if self.tile.apart and " + " in offset else offset  # one for all operands that are walked alike
         return offset, " & ".join(f"m{number}" for number in sorted(terms) if self._guarded(number))
 
     def _guarded(self, number: int) -> bool:

@@ -109,6 +109,24 @@ def in_vectors(tile: Tile, body: Body) -> bool:
     return not full or all(size % KNOWN == 0 for size in (*apart, tile.dims[along.dims[-1]]))
 
 
+def by_element(tile: Tile, body: Body) -> bool:
+    """Do programs walk rows, reducing nothing, most of whose operands can't be loaded in vectors?"""
+    import os
+    if tile.axes[0] is None or body.reduced is not None or tile.told is not None or tile.peel > 1 or tile.covered or tile.depth:
+        return False
+    along = tile.axes[1].dims
+    if not along: return False
+    vectors = singles = 0
+    for step in over_rows(body, tile.strides):
+        strides = tile.strides[id(step)]
+        if strides[along[-1]] != 1: continue
+        others = [strides[dim] for axis in (tile.axes[0], tile.axes[2]) if axis is not None for dim in axis.dims]
+        ends = 0 if tile.ragged else tile.axes[1].extent
+        good = step.stage in ("load", "store") and not (step.access.scattered or step.access.shift) and step.access.byte_offset % 16 == 0 and all(x % KNOWN == 0 for x in (*others, ends))
+        vectors += good; singles += not good
+    return singles >= int(os.environ.get("LSX_SINGLE", "3")) and singles > vectors
+
+
 def over_rows(body: Body, strides: Strides) -> list[Step]:
     """The accesses to memory that differ from element to element and are walked by these ``strides``."""
     return [step for step in body.steps if step.access is not None and step.level == FULL and id(step) in strides]

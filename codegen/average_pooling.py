@@ -12,6 +12,7 @@ from typing import Any, Sequence
 
 import torch
 
+from codegen.bounds import add, times
 from codegen.expressions import Unsupported
 from codegen.instructions import Instr, Part
 from codegen.lowering import Lowering, arguments
@@ -134,10 +135,7 @@ def _reaches(lowering: Lowering, axis: Axis, window: Instr, place: Instr) -> Ins
 
 def _first(lowering: Lowering, axis: Axis, window: Instr) -> Instr:
     """Where a window begins."""
-    padding = _number(lowering, axis.padding)
-    if axis.stride == 1:
-        return lowering.expr("{0} - {1}", window, padding, dtype=torch.int32)
-    return lowering.expr("{0} * {1} - {2}", window, _number(lowering, axis.stride), padding, dtype=torch.int32)
+    return add(lowering, times(lowering, window, axis.stride), -axis.padding)
 
 
 def _count(lowering: Lowering, axis: Axis, window: Instr, results: int, extent: int, rule: Rule) -> Instr:
@@ -145,11 +143,9 @@ def _count(lowering: Lowering, axis: Axis, window: Instr, results: int, extent: 
     if (results - 1) * axis.stride + axis.kernel <= extent + 2 * axis.padding and (rule.padded or axis.padding == 0):
         return _number(lowering, axis.kernel)
     first = _first(lowering, axis, window)
-    end = lowering.expr("tl.minimum({0} + {1}, {2})", first, _number(lowering, axis.kernel),
-                        _number(lowering, extent + axis.padding), dtype=torch.int32)
-    if rule.padded:
-        return lowering.expr("{0} - {1}", end, first, dtype=torch.int32)
-    return lowering.expr("tl.minimum({0}, {2}) - tl.maximum({1}, 0)", end, first, _number(lowering, extent), dtype=torch.int32)
+    numbers = add(lowering, first, axis.kernel), first, _number(lowering, extent + axis.padding * rule.padded)
+    begin = "{1}" if rule.padded else "tl.maximum({1}, 0)"
+    return lowering.expr(f"tl.minimum({{0}}, {{2}}) - {begin}", *numbers, dtype=torch.int32)
 
 
 def _averaged(lowering: Lowering, total: Instr, counts: Sequence[Instr], rule: Rule) -> Instr:

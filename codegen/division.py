@@ -12,7 +12,7 @@ import math
 
 from codegen.aligned import KNOWN
 from codegen.source_args import SMALL, ArgumentList
-from codegen.tile import Tile
+from codegen.tile import Axis, Tile
 
 
 def is_flat(tile: Tile, number: int) -> bool:
@@ -70,6 +70,20 @@ def _divided(arguments: ArgumentList, index: str, dim: int, extent: int, near: s
         return f"q{dim} = {quotient}", f"x{dim} = {rest}"
     size = arguments.size(f"d{dim}", extent, literal=True)
     return f"x{dim} = {index} % {size}", f"q{dim} = {index} // {size}"
+
+
+def parted(arguments: ArgumentList, program: str, name: str, axis: Axis, over: int = 0) -> tuple[list[str], str, str]:
+    """Programs in the order of an axis' blocks, of which there are ``name``: lines to write before, how often all blocks lie before
+    ``program``, and its block, or "" where there is one. ``over``: so many more elements than the axis has."""
+    count = -(-(axis.extent + over) // axis.block)
+    if count == 1:
+        return [], program, ""
+    given = arguments.constant(name, count)
+    if arguments.wide:
+        return [f"q_{name} = {program} // {given}"], f"q_{name}", f"({program} % {given})"
+    factor, shift = reciprocal(count)
+    numbers = (arguments.constant(f"{name}_factor", factor - (1 << 32)), arguments.constant(f"{name}_shift", shift))
+    return [f"q_{name} = _quotient({program}, {numbers[0]}, {numbers[1]})"], f"q_{name}", f"({program} - q_{name} * {given})"
 
 
 def reciprocal(extent: int) -> tuple[int, int]:

@@ -26,6 +26,10 @@ SHARED = 64
 ALONE = 256
 """The shortest rows that programs take one by one where an operand's place jumps from element to element."""
 
+import os
+TAPS, TAPPED = 4, int(os.environ.get("LSX_TAPPED", "4"))
+"""Reads by index of which an element may have no more, and elements a thread where it has."""
+
 WORD_BLOCK = 512
 """Elements of each of a Philox call's four words in a program. On most GPUs the number of ATen's threads is a multiple of it."""
 
@@ -43,7 +47,12 @@ def _lane(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuning, i
     least = max(4, in_a_vector(over_rows(body, strides))) if in_parts else 4
     while lane > least and lane * moved > most:
         lane //= 2
-    return lane
+    return min(lane, TAPPED) if _taps(body) else lane
+
+
+def _taps(body: Body) -> bool:
+    """Does each element read many others' operands, as windows do?"""
+    return int(os.environ.get("LSX_TAPPED", "4")) and sum(step.stage == "take" for step in body.steps) > TAPS
 
 
 def _moved(body: Body, dims: tuple[int, ...], strides: Strides) -> list[tuple[str, int]]:
@@ -78,7 +87,7 @@ def pointwise_tile(body: Body, dims: tuple[int, ...], strides: Strides, tuning: 
     in_parts = bool(dims) and _in_parts(body, dims, strides)
     lane = _lane(body, dims, strides, tuning, in_parts)
     usual = tuning.pointwise_block * (2 if lane > tuning.pointwise_lane and tuning.pointwise_block <= 4096 else 1)
-    if in_parts and lane < tuning.pointwise_lane:  # as many threads
+    if (in_parts or _taps(body)) and lane < tuning.pointwise_lane:  # as many threads
         usual //= 2
     block = usual
     if body.numel <= usual * 64:  # few programs: smaller ones, with more threads

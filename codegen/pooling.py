@@ -13,13 +13,13 @@ from typing import Any, Callable, Mapping, Sequence
 
 import torch
 
+from codegen.bounds import add, over, times
 from codegen.expressions import Unsupported
 from codegen.instructions import Instr, Part, scratch_value
 from codegen.lowering import Lowering, arguments
 from codegen.promotion import HALF
 from codegen.pulled import Known
 from codegen.reductions import operand_of
-from codegen.source_args import SMALL
 from ir_nodes import settings
 from ir_nodes.layout import Layout
 from ir_nodes.node import Node, Operand, Write
@@ -82,10 +82,6 @@ def sum_at(lowering: Lowering, source: Operand, places: Mapping[int, Sequence[Pl
     return total
 
 
-def inside(lowering: Lowering, place: Instr, extent: int) -> Instr:
-    return lowering.expr("(({0} >= 0) & ({0} < {1}))", place, lowering.size(extent, torch.int32), dtype=torch.bool)
-
-
 def _number(lowering: Lowering, row: Instr, column: Instr, width: int) -> Instr:
     """An element's number in its plane, as the op's indices name it."""
     return lowering.expr("{0} * {2} + {1}", row, column, lowering.size(width, torch.int32), dtype=torch.int32)
@@ -112,46 +108,62 @@ def lower_max_pool(node: Node, scratch: int, known: Known) -> list[Part]:
     if axes[0].kernel * axes[1].kernel > MOST_TAPS:
         raise Unsupported(f"a window of more than {MOST_TAPS} elements")
     lowering = Lowering(node, node.writes[0].layout.size)
-    places = [taps(lowering, axis, dim, extent) for axis, dim, extent in
-              zip(axes, (len(lowering.shape) - 2, len(lowering.shape) - 1), source.layout.size[-2:])]
+    dims = (len(lowering.shape) - 2, len(lowering.shape) - 1)
+    places = [taps(lowering, axis, dim, extent) for axis, dim, extent in zip(axes, dims, source.layout.size[-2:])]
     best: Instr | None = None
-    where = lowering.expr("-1", dtype=torch.int32)
-    narrow, place, pitch = _numbered(axes, node.writes[1]), where, lowering.size(_pitch(axes), torch.int32)
+    tap, found, pitch = lowering.expr("-1", dtype=torch.int32), False, _pitch(axes)
     for down, (row, row_valid) in enumerate(places[0]):
         for along, (column, column_valid) in enumerate(places[1]):
             value = take(lowering, source, row, column)
             if best is None:
                 best = lowering.expr('float("-inf")', dtype=value.dtype)
-            text = "({0} & {1} & (({2} > {3}) | ({2} != {2}) | ({4} < 0)))"
-            better = lowering.expr(text, row_valid, column_valid, value, best, where, dtype=torch.bool)
+            larger = lowering.expr("(({0} > {1}) | ({0} != {0}))", value, best, dtype=torch.bool)
+            better = larger if found else lowering.expr("({0} | ({1} < 0))", larger, tap, dtype=torch.bool)  # any but none
+            for valid in (row_valid, column_valid):
+                better = lowering.both(valid, better)
             best = lowering.expr("tl.where({0}, {1}, {2})", better, value, best, dtype=value.dtype)
-            number = _number(lowering, row, column, source.layout.size[-1])
-            where = lowering.expr("tl.where({0}, {1}, {2})", better, number, where, dtype=torch.int32)
-            text = f"tl.where({{0}}, {down} * {{1}} + {along}, {{2}})"
-            place = lowering.expr(text, better, pitch, place, dtype=torch.int32)
+            tap = lowering.expr(f"tl.where({{0}}, {down * pitch + along}, {{1}})", better, tap, dtype=torch.int32)
+            found = found or row_valid is column_valid is None
     assert best is not None
     best.rounded = source.layout.dtype if source.layout.dtype in HALF else None
     lowering.write(0, best)
-    lowering.write(1, where)
+    lowering.write(1, _where(lowering, axes, tap, [some[0][0] for some in places], source.layout.size[-1]))
+    narrow = _numbered(axes, node.writes[1])
     if narrow is not None:
         operand = Operand(scratch_value(scratch, narrow.nbytes, node), narrow)
-        lowering.store(operand.value, narrow, place)
+        lowering.store(operand.value, narrow, tap)
         known.narrow[node.writes[1].value] = operand
     return [lowering.part]
 
 
-def taps(lowering: Lowering, axis: Axis, dim: int, extent: int) -> list[tuple[Instr, Instr]]:
-    """Along a dimension each element of the window: its index in the input, and whether that exists."""
-    return [(place, inside(lowering, place, extent)) for place in elements(lowering, axis, dim)]
+def _where(lowering: Lowering, axes: Sequence[Axis], tap: Instr, begins: Sequence[Instr], width: int) -> Instr:
+    """The number in its plane of a window's element, which is the ``tap``-th as `_pitch` counts them."""
+    parts = (lowering.expr(f"{{0}} {sign} {_pitch(axes)}", tap, dtype=torch.int32) for sign in ("//", "%"))
+    row, column = (lowering.expr("{0} + {1}", begin, times(lowering, part, axis.dilation), dtype=torch.int32)
+                   for begin, part, axis in zip(begins, parts, axes))
+    return _number(lowering, row, column, width)
+
+
+def taps(lowering: Lowering, axis: Axis, dim: int, extent: int) -> list[tuple[Instr, Instr | None]]:
+    """Along a dimension each element of the window: its index in the input, and whether that exists, if it may not."""
+    last = (lowering.shape[dim] - 1) * axis.stride
+    begins = [number * axis.dilation - axis.padding for number in range(axis.kernel)]
+    return [(place, _inside(lowering, place, (begin, begin + last), extent))
+            for place, begin in zip(elements(lowering, axis, dim), begins)]
+
+
+def _inside(lowering: Lowering, place: Instr, span: tuple[int, int], extent: int) -> Instr | None:
+    """Whether a ``place`` in this ``span`` is one of ``extent``; None where it always is."""
+    low = lowering.expr("({0} >= 0)", place, dtype=torch.bool) if span[0] < 0 else None
+    if span[1] < extent:
+        return low
+    return lowering.both(low, lowering.expr("({0} < {1})", place, lowering.size(extent, torch.int32), dtype=torch.bool))
 
 
 def elements(lowering: Lowering, axis: Axis, dim: int) -> list[Instr]:
     """Along a dimension the index in the input of each element of the window."""
-    begin = lowering.coord(dim)
-    if axis.stride > 1:
-        begin = lowering.expr("{0} * {1}", begin, lowering.size(axis.stride, torch.int32), dtype=torch.int32)
-    offsets = (lowering.size(number * axis.dilation - axis.padding, torch.int32) for number in range(axis.kernel))
-    return [lowering.expr("{0} + {1}", begin, offset, dtype=torch.int32) for offset in offsets]
+    begin = times(lowering, lowering.coord(dim), axis.stride)
+    return [add(lowering, begin, number * axis.dilation - axis.padding) for number in range(axis.kernel)]
 
 
 def lower_max_pool_backward(node: Node, scratch: int, known: Known) -> list[Part]:
@@ -193,11 +205,8 @@ def _within(lowering: Lowering, axis: Axis, place: Instr, window: Instr) -> Inst
 
 
 def windows(lowering: Lowering, axis: Axis, place: Instr) -> list[Instr]:
-    """Along a dimension the windows that an element may lie in, in ascending order. A small stride is a number in the
-    source, as the compiler knows ways to divide by it."""
-    last = lowering.expr("{0} + {1}", place, lowering.size(axis.padding, torch.int32), dtype=torch.int32)
-    if axis.stride > SMALL:
-        last = lowering.expr("{0} // {1}", last, lowering.size(axis.stride, torch.int32), dtype=torch.int32)
-    elif axis.stride > 1:
-        last = lowering.expr(f"{{0}} // {axis.stride}", last, dtype=torch.int32)
-    return [lowering.expr(f"{{0}} - {back}", last, dtype=torch.int32) if back else last for back in reversed(range(axis.windows))]
+    """Along a dimension the windows that an element may lie in, in ascending order."""
+    if axis.stride == 1:
+        return [add(lowering, place, axis.padding - back) for back in reversed(range(axis.windows))]
+    last = over(lowering, add(lowering, place, axis.padding), axis.stride)
+    return [add(lowering, last, -back) for back in reversed(range(axis.windows))]

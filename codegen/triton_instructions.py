@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from codegen import bounds
 from codegen.body import Body, Step
 from codegen.instructions import FULL, IN_BITS, UNIFORM
 from codegen.onehot import ONE_HOT
@@ -252,11 +253,13 @@ class InstructionWriter(BitWriter):
     def _scattered(self, step: Step, indices: tuple[Step, ...]) -> str:
         """Pointer and mask of an access whose addresses depend on ``indices``."""
         offset, mask = self._place(step)
-        checks = [mask] if mask else []
-        for index, (stride, extent) in zip(map(self._name, indices), step.payload):  # type: ignore[call-overload]
-            offset += f" + {index}" + (f" * {self.arguments.stride(stride)}" if stride != 1 else "")
-            checks.append(f"({index} >= 0) & ({index} < {self.arguments.stride(extent)})")
-        return f"{self._pointer(step)} + {offset}, mask={' & '.join(checks)}"
+        valid = [mask] if mask else []
+        for index, (stride, extent) in zip(indices, step.payload):  # type: ignore[call-overload]
+            begin, more = bounds.parted(index) if stride == 1 else (index, 0)
+            offset += f" + {self._name(begin)}" + (f" * {self._told(stride)}" if stride != 1 else "")
+            offset += f" + {more}" if more else ""
+            valid += bounds.checks(index, self._name(index), extent, self.arguments.stride(extent))
+        return f"{self._pointer(step)} + {offset}, mask={' & '.join(valid) or 'True'}"
 
     def _at_an_end(self) -> str:
         """Whether a block along axis 1 holds the end of its row, where that is known to one number a program; else nothing.
