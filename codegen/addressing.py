@@ -161,7 +161,7 @@ class IndexWriter:
         else:
             begin = f"{start} - shift" if peeled else start
             place = (f"{begin} + " if begin else "") + self._arange(number)
-            self._line(f"i{number} = " + (f"tl.multiple_of({place}, [1, 1])" if number and self.tile.apart else place))
+            self._line(f"i{number} = " + (f"tl.multiple_of({place}, [1, 1])" if number and self.tile.singly else place))
         if self._guarded(number):
             known = f" // {self.tile.ragged} * {self.tile.ragged}" if number == 1 and self.tile.even else ""
             bound = f"i{number} < {end or self._extent(number)}{known}"
@@ -219,21 +219,6 @@ class IndexWriter:
         """What the step's form gives each element."""
         return " + ".join(term for terms in self._terms(step).values() for term in terms) or "tl.full([], 0, tl.int32)"
 
-    def fraction(self, step: Step, count: int) -> tuple[str, str] | None:
-        """The step's position where the block begins along axis 1, divided by ``count``, and how much more for every so-many-th
-        element, where positions run along that axis from a multiple of ``count`` on and rows hold whole runs of so many; else
-        None."""
-        strides, axis = self.tile.strides[id(step)], self._axis(1)
-        others = [strides[dim] for number in (0, 2) for dim in self._dims(number)]
-        along = bool(axis.dims) and self._linear(strides, 1) and strides[axis.dims[-1]] == 1
-        if not along or axis.extent % count or axis.block % count or any(stride % count for stride in others):
-            return None
-        start = self._starts[1]
-        lanes = f"tl.arange(0, B1 // {count})" + ("[None, :]" if self.tile.axes[0] is not None else "")
-        terms = [f"{index} * {self.arguments.stride(stride // count)}" for number in (0, 2) for index, stride in
-                 self._pairs(strides, number) if stride]
-        return " + ".join([*terms, *([f"({start}) // {count}"] if start else [])]) or "0", lanes
-
     def _dims(self, number: int) -> tuple[int, ...]:
         axis = self.tile.axes[number]
         return () if axis is None else axis.dims
@@ -286,7 +271,7 @@ class IndexWriter:
         if self._in_vectors(step):
             ends = "m1" if self.tile.even else "v1"
             return "base + i1", " & ".join(["m0"] * self._guarded(0) + [ends] * (not self._inside))
-        offset = f"({offset})" if self.tile.apart and " + " in offset else offset  # one for all operands that are walked alike
+        offset = f"({offset})" if self.tile.singly and " + " in offset else offset  # one for all operands that are walked alike
         return offset, " & ".join(f"m{number}" for number in sorted(terms) if self._guarded(number))
 
     def _guarded(self, number: int) -> bool:

@@ -1,8 +1,8 @@
-"""What is known of an index from how it is computed: between which numbers it lies, and what it adds at the end. Imports codegen's
+"""What is known of an index from how it is computed: between which numbers it lies, what it adds at the end. Imports codegen's
 leaf modules.
 
 Windows' places are an element's own plus a few numbers. What can't lie outside is not asked about, and a number behind an address
-costs no instruction: of 3 x 3 averages, 9 addresses and 36 comparisons an element, 3 and 4 are left.
+costs no instruction: of 9 addresses and 36 comparisons for each average of 3 x 3, 3 and 4 are left.
 """
 
 from __future__ import annotations
@@ -60,6 +60,14 @@ def span(index: Step) -> tuple[int, int] | None:
         return None
     low, high = (_DO[found[1]](end, int(found[2])) for end in known)
     return low, high
+
+
+def growth(index: Step) -> int:
+    """By how much ``index`` grows from one of the elements that it is computed from to the next."""
+    found = _STEP.fullmatch(index.text) if index.stage == "expr" else None
+    if found is None:
+        return 1
+    return growth(index.args[0]) * (int(found[2]) if found[1] == "*" else 1)
 
 
 def checks(index: Step, name: str, extent: int, bound: str) -> list[str]:

@@ -73,8 +73,8 @@ def _divided(arguments: ArgumentList, index: str, dim: int, extent: int, near: s
 
 
 def parted(arguments: ArgumentList, program: str, name: str, axis: Axis, over: int = 0) -> tuple[list[str], str, str]:
-    """Programs in the order of an axis' blocks, of which there are ``name``: lines to write before, how often all blocks lie before
-    ``program``, and its block, or "" where there is one. ``over``: so many more elements than the axis has."""
+    """Programs in the order of an axis' blocks, of which there are ``name``: lines to write before, how often all blocks lie
+    before ``program``, and its block, or "" where there is one. ``over``: so many more elements than the axis has."""
     count = -(-(axis.extent + over) // axis.block)
     if count == 1:
         return [], program, ""

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Collection, Iterable, Mapping, Sequence
 
 from codegen import formulas, inline
+from codegen.crops import read_crops
 from codegen.expressions import Unsupported
 from codegen.group import Group, Unit, joint_level, lifted_level, merge, new_group, sort_groups
 from codegen.instructions import MemAccess, Part
@@ -114,7 +115,7 @@ def lower_all(graph: Graph, tuning: Tuning = HOPPER, lists: bool = True, lowered
         if inlined:
             parts = [known_sums(inline.inline(part, recipes), hots) for part in parts]
         if windows:
-            parts = [compute_taken(part, known) if "take" in part.facts.kinds else part for part in parts]
+            parts = [compute_taken(part, known) if "take" in part.facts.kinds else read_crops(part, known) for part in parts]
         known.remember(node, parts)
         partial = {write.value: write.base for write in node.all_writes() if write.base is not None
                    and not write.layout.covers(write.value.buffer.nbytes)}

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from codegen import forms
-from codegen.aligned import by_element, KNOWN, cover, end_in_vectors, in_vectors, peel, row_stride
+from codegen.aligned import KNOWN, cover, end_in_vectors, in_vectors, loaded_singly, peel, row_stride
 from codegen.body import Body, Step, reduced_flags
 from codegen.cached_rows import way_through
 from codegen.columns import along_kept, column_blocks, runs_apart
@@ -54,14 +54,8 @@ def lay_out(body: Body, tuning: Tuning, share: int = 0, shares: int = 0) -> Tile
     tile = end_in_vectors(_laid_out(body, tuning, share, shares), body, tuning.covered)
     if _apart(tile):
         tile = replace(tile, told=1)
-    if by_element(tile, body):
-        import os
-        e=os.environ.get("LSX_SEPT")
-        tile = replace(tile, apart=True)
-        if e:
-            b,w=map(int,e.split(","))
-            inner=min(tile.axes[1].block,b)
-            tile=replace(tile,axes=(replace(tile.axes[0],block=max(b//inner,1) if tile.axes[0].block>1 else 1),replace(tile.axes[1],block=inner),tile.axes[2]),num_warps=w)
+    if loaded_singly(tile, body):
+        tile = replace(tile, singly=True)
     tile = tile if tile.told is not None or in_vectors(tile, body) else _by_element(tile, body)
     return replace(tile, packs=tuning.packs and settings.enabled("packed_rounding"), overlaps=tuning.overlaps)
 

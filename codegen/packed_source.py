@@ -18,11 +18,26 @@ class Unpackable(Exception):
 
 
 class BitWriter(IndexWriter):
-    """Adds `_unpack` and `_pack`."""
+    """Adds `_unpack` and `_pack`, and what runs of neighbours have in common."""
 
     def __init__(self, body: Body, tile: Tile, arguments: ArgumentList) -> None:
         super().__init__(body, tile, arguments)
         self._end = ""  # what indices along axis 1 stay below, where that is not the axis's extent
+
+    def fraction(self, step: Step, count: int) -> tuple[str, str] | None:
+        """The step's position where the block begins along axis 1, divided by ``count``, and how much more for every so-many-th
+        element, where positions run along that axis from a multiple of ``count`` on and rows hold whole runs of so many; else
+        None."""
+        strides, axis = self.tile.strides[id(step)], self._axis(1)
+        others = [strides[dim] for number in (0, 2) for dim in self._dims(number)]
+        along = bool(axis.dims) and self._linear(strides, 1) and strides[axis.dims[-1]] == 1
+        if not along or axis.extent % count or axis.block % count or any(stride % count for stride in others):
+            return None
+        start = self._starts[1]
+        lanes = f"tl.arange(0, B1 // {count})" + ("[None, :]" if self.tile.axes[0] is not None else "")
+        terms = [f"{index} * {self.arguments.stride(stride // count)}" for number in (0, 2) for index, stride in
+                 self._pairs(strides, number) if stride]
+        return " + ".join([*terms, *([f"({start}) // {count}"] if start else [])]) or "0", lanes
 
     def _index(self, number: int, start: str, end: str = "") -> None:
         if number == 1:

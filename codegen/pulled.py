@@ -131,8 +131,8 @@ class Puller:
     def _fewer(self, instrs: Sequence[Instr], users: int) -> bool:
         """Are ``instrs`` in all of ``users`` better than to store the value once and load it there? Not if many are loads, or
         loads under conditions of their own, as parts of what is wanted."""
-        loads = [one for one in instrs if one.kind == "load"]
-        parts = sum(bool(one.args) and one.args[0] is not self.valid for one in loads)
+        loads = [one for one in instrs if one.kind in ("load", "take")]
+        parts = sum(one.kind == "load" and bool(one.args) and one.args[0] is not self.valid for one in loads)
         return parts * users <= MOST_PARTS and (users - 1) * (len(loads) - 1) <= MOST_MORE
 
     def part(self, part: Part, mapper: Mapper, depth: int, alone: bool) -> Instr:
@@ -141,6 +141,8 @@ class Puller:
         def leaf(instr: Instr, args: tuple[Instr, ...]) -> Instr | None:
             if instr.kind == "load" and len(args) < 2 and instr.access is not None:
                 return self._where(args).operand(instr.access, instr.dtype, instr.rounded, mapper, depth, alone)
+            if instr.kind == "take" and instr.access is not None:
+                return self._taken(instr, args, mapper)
             if instr.kind == "coord":
                 return self._place(instr.payload, mapper)  # type: ignore[arg-type]
             if instr.kind not in ("expr", "scalar", "size"):
@@ -163,10 +165,19 @@ class Puller:
             raise Unsupported("its operands' dimensions do not nest")
         return [self.lowering.add(instr) for instr in place(mapped[0], mapped[1])][-1]
 
+    def _taken(self, take: Instr, args: tuple[Instr, ...], mapper: Mapper) -> Instr:
+        """What ``take`` reads at these indices."""
+        access = take.access
+        assert access is not None
+        mapped = mapper(access.form, access.byte_offset, access.dtype.itemsize)
+        if mapped is None or mapped[2] or self.valid is not None or not self.known.still_there(access):
+            raise Unsupported("what it looks up lies otherwise, is looked up under a condition, or has been overwritten")
+        return self.lowering.add(replace(take, args=args, access=replace(access, form=mapped[0], byte_offset=mapped[1])))
+
     def _is_cheap(self, part: Part, access: MemAccess, alone: bool) -> bool:
         """Is it better to compute what ``access`` reads again? What costs many instructions only for one reader that reads each
         element about once: not the sines of a rotary embedding, which are few and read for each head of each sequence."""
-        loads = [instr for instr in part.instrs if instr.kind == "load"]
+        loads = [instr for instr in part.instrs if instr.kind in ("load", "take")]
         texts = [instr.text for instr in part.instrs if instr.kind == "expr" and instr.level == FULL]
         fits = len(loads) <= MAX_LOADS and len(texts) <= MAX_EXPRESSIONS
         once = alone and part.numel * MOST_PIECES >= self.lowering.part.numel

@@ -7,9 +7,9 @@ calls from a quarter of the generator's offset on. A word w becomes w * 2**-32 +
 
 from __future__ import annotations
 
-from codegen.addressing import IndexWriter
 from codegen.body import Step
 from codegen.draws import WORDS, Stream
+from codegen.packed_source import BitWriter
 
 PHILOX = '''@triton.jit
 def _philox(seed, a, b, c, d):
@@ -33,7 +33,7 @@ def _philox(seed, a, b, c, d):
 _TO_UNIFORM = "{0}.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10"
 
 
-def random_lines(writer: IndexWriter, step: Step, name: str, seed: str, offset: str) -> list[str]:
+def random_lines(writer: BitWriter, step: Step, name: str, seed: str, offset: str) -> list[str]:
     """Lines that define ``name`` as a number for each element of the step's block."""
     stream = step.payload
     assert isinstance(stream, Stream)

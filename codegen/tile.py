@@ -60,7 +60,7 @@ class Tile:
     strips: int = 0  # so many blocks along axis 1 hold a row, two or more; 0: one does, or it is walked
     walk: Walk | None = None  # how a row is walked twice that its multiprocessor's cache holds
     told: int | None = None  # the axis of which the compiler is told what lies side by side; blocks begin at multiples of 16
-    apart: bool = False  # no operand is loaded in vectors: a thread's elements lie a warp apart, not side by side
+    singly: bool = False  # most operands lie off boundaries: a thread's elements lie a warp apart, not side by side
     words: int = 0  # so far apart lie the strips' elements, which share a call of Philox; 0: they follow one another
 
     def follows(self, step: Step) -> bool:

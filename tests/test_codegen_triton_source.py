@@ -25,15 +25,14 @@ def code(step: KernelStep) -> str:
     return step.kernel.source.split("@triton.jit\n")[-1]
 
 
-POINTWISE = '''def pointwise_add_relu(n1, n0, s0, p0, p1, p2, B0: tl.constexpr, B1: tl.constexpr):
+POINTWISE = '''def pointwise_add_relu(n0, s0, n1, p0, p1, p2, B0: tl.constexpr, B1: tl.constexpr):
     cuda.gdc_wait()  # for the kernel before this one
     pid = tl.program_id(0)
-    across = (n1 + B1 - 1) // B1
-    row = pid // across
+    row = pid
     i0 = row * B0 + tl.arange(0, B0)[:, None]
     m0 = i0 < n0
     base = i0 * s0 // 8 * 8
-    i1 = (pid % across) * B1 + tl.arange(0, B1)[None, :]
+    i1 = tl.arange(0, B1)[None, :]
     m1 = i1 < n1 // 8 * 8
     t0 = tl.load(p0 + base + i1, mask=m0 & m1).to(tl.float32)
     t1 = tl.load(p1 + i1, mask=m1).to(tl.float32)

@@ -1,0 +1,62 @@
+"""Reads what a part of a value was made of where only that part is read: a shifted sequence, an image's neighbours within its
+padding. Imports codegen's leaf modules and `ir_nodes`.
+
+What reads the whole value as it was stored shares the kernel of who makes it; a part lies otherwise and would have to be loaded.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from codegen.expressions import Unsupported
+from codegen.forms import touched
+from codegen.instructions import FULL, Instr, Part, rewritten
+from codegen.limits import check_part
+from codegen.lowering import Lowering
+from codegen.pulled import Known, Puller, identity_mapper
+from codegen.reordering import stores
+from ir_nodes.node import Value
+
+
+def read_crops(part: Part, known: Known) -> Part:
+    """The part with loads of parts of cheap values replaced by what makes these; the same part where there are none."""
+    if part.reduced is not None or part.draws:
+        return part
+    crops = Counter(instr.access.value for instr in part.instrs if instr.access is not None and _is_crop(part, instr, known))
+    if not crops:
+        return part
+
+    def made_here(instr: Instr) -> list[Instr] | None:
+        return _pulled(part, instr, known, crops) if _is_crop(part, instr, known) else None
+
+    try:
+        made = rewritten(part, made_here)
+        check_part(made)
+    except Unsupported:
+        return part
+    return made
+
+
+def _is_crop(part: Part, instr: Instr, known: Known) -> bool:
+    """Does it load a part of a value that was made of others, each element once, and could the value be spared so?"""
+    access = instr.access
+    if instr.kind != "load" or instr.args or access is None or access.level != FULL or access.value.buffer.live:
+        return False
+    maker = known.parts.get(access.value)
+    if maker is None or not touched(access.form) == part.numel < maker.numel:
+        return False
+    padded = any(one.kind == "take" or one.kind == "load" and one.args for one in maker.instrs)
+    return len(access.value.users) == 1 or padded and len(stores(maker)) == 1
+
+
+def _pulled(part: Part, instr: Instr, known: Known, crops: Counter[Value]) -> list[Instr] | None:
+    """What makes the elements that ``instr`` loads, or None where they had better be loaded."""
+    access = instr.access
+    assert access is not None
+    lowering = Lowering(part.node, (part.numel,))
+    lowering.part = replace(part, instrs=[])
+    alone = crops[access.value] == 1
+    made = Puller(lowering, known, None).operand(access, instr.dtype, instr.rounded, identity_mapper, alone=alone)
+    plain = len(lowering.part.instrs) == 1 and made.access is not None and made.access.value is access.value
+    return None if plain or made.dtype is not instr.dtype else lowering.part.instrs
