@@ -21,6 +21,7 @@ import torch
 from barriers.passes.bridges import bridge
 from barriers.passes.conv_bias import CONVOLUTION, INDICES, VECTOR, may_round, why_no_cudnn
 from barriers.passes.conv_gradients import BACKWARD
+from barriers.passes.formats import Image, left_in_rows
 from barriers.passes.permuted import Shape, in_rows, permuted, same_either_way
 from ir_nodes import BufferKind, Graph, Layout, Node, Operand, Value, Write, ops
 from ir_nodes.estimate import operations
@@ -76,6 +77,8 @@ class _Images:
                 self.convolutions[node] = None
         self.spread()
         self.keep_pairs()
+        if self.leave_in_rows():
+            self.keep_pairs()
         if self.convolutions:
             self.settle()
 
@@ -156,6 +159,26 @@ class _Images:
                 del self.chosen[buffer]
                 self.reasons[buffer] = f"{node.name} has to find all in one format, and another tensor of it stays in rows"
                 todo.update((user, None) for user in self.users[buffer] if is_pooling(user))
+
+    def leave_in_rows(self) -> bool:
+        """Let images stay in rows that lie between ops that need rows. Were there any?"""
+        last = {value.buffer for node in self.convolutions for value, _ in node.places() if self.moves(value.buffer)}
+        users = dict.fromkeys(node for buffer in self.chosen for node in self.users[buffer] if node not in self.convolutions)
+        left = left_in_rows([found for node in users if len(found := self.images_of(node)) > 1], last)
+        for buffer in left:
+            del self.chosen[buffer]
+            self.reasons[buffer] = "ops around it need rows"
+        return bool(left)
+
+    def images_of(self, node: Node) -> list[Image]:
+        """The images that ``node`` finds, what it writes first, each once."""
+        found: dict[Buffer | None, int] = {}
+        for value, layout in (*written(node), *node.places()):
+            if self.moves(value.buffer):
+                found.setdefault(value.buffer, layout.nbytes)
+            elif value.buffer not in self.chosen and self.an_image(value, layout) and not same_either_way(self.shapes[value.buffer]):
+                found[None] = max(found.get(None, 0), layout.nbytes)
+        return [*found.items()]
 
     def mixes(self, node: Node) -> bool:
         """Would ``node`` find images in both formats? Single pixels count only where it reads nothing else: their strides then
