@@ -24,6 +24,9 @@ SECTOR = 32
 """Bytes that memory gives at a time."""
 SQUARES = 4096
 """Results whose squares are enough for all of the machine."""
+TABLES = 1
+"""Such numbers, of each group of channels of each image, that are loaded for each element at most. (Beside a sum for each channel
+of the gradient of a norm over groups of 32 x 128 x 64 x 64, which has four: 509 us on an H200.)"""
 LARGE, SHORT, HELD, FEW = 1 << 20, 256, 8192, 64
 """Elements of a kernel that is worth another launch, of rows of which a program holds several, so that it reads squares, of rows
 that a program may hold in registers, and of neighbours that have one number. (The gradient of the largest of 20, summed for each
@@ -41,6 +44,8 @@ def refused(left: Group, right: Group, joint: Joint) -> str | None:
         return "its operands lie in another order than those that the other sums as a whole, which is walked in one"
     if rows is not left and _repeats(other, joint):
         return "one of its operands has one number for every few elements of the long rows that the other sums"
+    if sum(_goes_both_ways(foot, joint) for feet in other.touched.values() for foot in feet.values()) > TABLES:
+        return "it reads numbers that differ between results and along what the other sums: each element would load them anew"
     if rows is left and _in_pieces(rows, joint):
         return "the rows that one of them reduces lie in pieces smaller than what memory gives at a time, and would be read twice"
     own, others = _ways(rows, other, joint), _ways(other, rows, joint)
@@ -79,6 +84,19 @@ def _repeats(group: Group, joint: Joint) -> bool:
         return False
     ends = (foot.form[-1] for feet in group.touched.values() for foot in feet.values() if foot.form and not foot.written)
     return any(stride == 0 and 1 < size < FEW and size < high for size, stride in ends)
+
+
+def _goes_both_ways(foot: Footprint, joint: Joint) -> bool:
+    """Is it a table, small against the joint space, whose numbers differ between results and along what is reduced?"""
+    form, reduced = foot.form, joint.reduced or ()
+    if form is None or foot.gathers or foot.written or FEW * forms.touched(form) > joint.numel:
+        return False
+    cuts = forms.merge_cuts(forms.reduced_cuts(reduced, joint.numel), forms.cuts(form))
+    if cuts is None:
+        return False
+    dims = forms.dims_of(cuts, joint.numel)
+    moving = {flag for stride, flag in zip(forms.strides_over(form, dims), reduced_flags(dims, reduced)) if stride}
+    return len(moving) == 2
 
 
 def _ways(group: Group, other: Group, joint: Joint) -> set[bool | None]:

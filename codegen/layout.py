@@ -24,6 +24,7 @@ from codegen.row_traits import (
     FILE,
     REGISTERS,
     fitting,
+    has_functions,
     lanes_needed,
     loads,
     makes_gradient,
@@ -61,9 +62,10 @@ def lay_out(body: Body, tuning: Tuning, share: int = 0, shares: int = 0) -> Tile
 
 
 def _apart(tile: Tile) -> bool:
-    """Are rows reduced that lie in pieces, so that the compiler can't see what lies side by side?"""
-    moved = tile.peel > 1 or tile.covered or tile.ragged or tile.walk is not None or tile.mixed or tile.share % KNOWN
-    return tile.reduced_axis == 1 and len(tile.axes[1].dims) > 1 and not moved and not tile.axes[1].block % KNOWN
+    """Do rows that are reduced, or results of columns, lie in pieces, so that the compiler can't see what lies side by side?"""
+    moved = tile.peel > 1 or tile.covered or tile.ragged or tile.walk is not None or tile.mixed
+    cut = tile.reduced_axis == 1 and tile.share % KNOWN
+    return tile.reduced_axis is not None and len(tile.axes[1].dims) > 1 and not (moved or cut or tile.axes[1].block % KNOWN)
 
 
 def _by_element(tile: Tile, body: Body) -> Tile:
@@ -189,7 +191,7 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
     lane = lane if looped or block_x > tuning.narrow_width else _lane_held(body, tuning, lane, -(-body.kept // block_x))
     threads = shares * -(-body.kept // block_x) * 32 * warps_for(block_x * block_r, lane, 32) if share else 0
     most = values_at_once(body, threads, tuning.cores)
-    if looped and lane > tuning.few_lane and works_much(body):
+    if looped and lane > tuning.few_lane and (works_much(body) or column and has_functions(body)):
         lane //= 2
     fits = lane if column and not looped else fitting(body, lane, looped, block_r, most)
     if looped and fits < lane:  # as many threads

@@ -11,6 +11,7 @@ from typing import Any, Callable, Sequence, TypeVar
 import torch.distributed as dist
 
 from barriers.collectives import join_launches, part_stages, release_waits, sink_waits
+from barriers.passes.bridges import back_to_rows
 from barriers.pipeline import PassFailed, ordered_passes, run_passes
 from codegen import engines
 from codegen.cuda_graph import keep_out
@@ -157,6 +158,7 @@ def plan_steps(graph: Graph, engine: str, device: int, numbers: Sequence[Any], l
             RuntimeWarning,
             stacklevel=2,
         )
+        back_to_rows(graph, graph.nodes)
         return engines.engine("aten")(graph, context)
 
 
@@ -169,6 +171,7 @@ def with_kernels_that_can_be(graph: Graph, make: Callable[[], Made]) -> Made:
             if graph.left.keys() >= set(unmade.nodes):
                 raise
             graph.left |= dict.fromkeys(unmade.nodes, f"its kernel can't be made: {unmade}")
+            back_to_rows(graph, unmade.nodes)
             warnings.warn(f"lazysched: ATen runs {len(unmade.nodes)} of {len(graph.nodes)} nodes, as their kernel can't be made; "
                           f"please report this: {unmade}", RuntimeWarning, stacklevel=2)
 

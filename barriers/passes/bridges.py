@@ -15,6 +15,37 @@ from barriers.passes.permuted import is_channels_last, last_strides, makes_last
 from ir_nodes import Graph, Layout, Node, Operand, Write
 from ir_nodes.rewrite import copy, new_value, reread
 
+GROUP_NORMS = ("native_group_norm", "native_group_norm_backward")
+"""Generated kernels read and write these in any layout, ATen's only in rows."""
+
+
+def back_to_rows(graph: Graph, nodes: Iterable[Node]) -> None:
+    """Let those of ``nodes`` that ATen can compute in rows only read and leave copies in rows. For nodes that ATen has to run
+    although kernels were meant to."""
+    wanted = {node for node in nodes if node.relaid and node.name in GROUP_NORMS}
+    graph.nodes = [one for node in graph.nodes for one in (_between_rows(graph, node) if node in wanted else [node])]
+
+
+def _between_rows(graph: Graph, node: Node) -> list[Node]:
+    """``node``, which has rows now, between copies."""
+    into, instead, out = list[Node](), dict[Operand, Operand](), list[Node]()
+    for operand in dict.fromkeys(node.reads):
+        if not operand.layout.is_contiguous:
+            layout = Layout.contiguous(operand.layout.dtype, operand.layout.size)
+            value = new_value(graph, layout.nbytes)
+            into.append(copy(node, operand, Write(value, layout, None, False)))
+            instead[operand] = Operand(value, layout)
+    reread(node, lambda operand: instead.get(operand, operand))
+    writes = list(node.writes)
+    for place, write in enumerate(writes):
+        if not write.layout.is_contiguous:
+            layout = Layout.contiguous(write.layout.dtype, write.layout.size)
+            value = new_value(graph, layout.nbytes, node)
+            writes[place] = Write(value, layout, None, False)
+            out.append(copy(node, Operand(value, layout), write))
+    node.writes = tuple(writes)
+    return [*into, node, *out]
+
 
 def bridge(graph: Graph, convolutions: Iterable[Node]) -> None:
     """Give ``convolutions`` channels_last copies of what came into the graph in rows, and let copies leave in rows what is

@@ -18,7 +18,7 @@ from typing import Iterator
 
 import torch
 
-from barriers.passes.bridges import bridge
+from barriers.passes.bridges import GROUP_NORMS, bridge
 from barriers.passes.conv_bias import CONVOLUTION, INDICES, VECTOR, may_round, why_no_cudnn
 from barriers.passes.conv_gradients import BACKWARD
 from barriers.passes.formats import Image, left_in_rows
@@ -176,7 +176,7 @@ class _Images:
         for value, layout in (*written(node), *node.places()):
             if self.moves(value.buffer):
                 found.setdefault(value.buffer, layout.nbytes)
-            elif value.buffer not in self.chosen and self.an_image(value, layout) and not same_either_way(self.shapes[value.buffer]):
+            elif self.stays(value, layout):
                 found[None] = max(found.get(None, 0), layout.nbytes)
         return [*found.items()]
 
@@ -211,6 +211,11 @@ class _Images:
     def moves(self, buffer: Buffer) -> bool:
         return buffer in self.chosen and not same_either_way(self.shapes[buffer])
 
+    def stays(self, value: Value, layout: Layout) -> bool:
+        """Is it an image in rows?"""
+        buffer = value.buffer
+        return buffer not in self.chosen and self.an_image(value, layout) and not same_either_way(self.shapes[buffer])
+
     def crossing(self) -> int:
         """Bytes that other ops would read in one format and write in the other."""
         total = 0
@@ -218,8 +223,7 @@ class _Images:
             if node in self.convolutions:
                 continue
             inside = sum(layout.nbytes for value, layout in node.places() if self.moves(value.buffer))
-            outside = sum(layout.nbytes for value, layout in node.places() if value.buffer not in self.chosen
-                          and self.an_image(value, layout) and not same_either_way(self.shapes[value.buffer]))
+            outside = sum(layout.nbytes for value, layout in node.places() if self.stays(value, layout))
             total += min(inside, outside)
         return total
 
@@ -242,7 +246,7 @@ def why_not_any(node: Node) -> str:
     row = ops.info(node.target)
     if node.effects or row.random:
         return "draws random numbers in the order of memory"
-    known = row.kind in FORMATLESS or node.name in (*BATCH_NORMS, *COMPOSED, *LAYER_NORMS) or is_pooling(node)
+    known = row.kind in FORMATLESS or node.name in (*BATCH_NORMS, *COMPOSED, *GROUP_NORMS, *LAYER_NORMS) or is_pooling(node)
     if known and ops.split(node.target)[0] == "aten":
         return ""
     return "may ask for rows" if row.kind != "convolution" else "is a convolution that is left as it is"

@@ -1,9 +1,9 @@
 """Which images are better left in rows between ops that need rows, for `barriers.passes.channels_last`. Imports networkx and
 `ir_nodes`.
 
-A norm over groups, or a pool beside it, has rows; convolutions have channels_last; what is computed pixel by pixel between the two
-may have either, and each op that finds both walks across one of them. The images that are moved across weigh least where the
-bytes that such ops share are cut: a minimum cut (Ford and Fulkerson, "Maximal flow through a network", 1956), as in torch's
+Some ops have rows, convolutions have channels_last; what is computed pixel by pixel between the two may have either, and each op
+that finds both walks across one of them. The images that are moved across weigh least where the bytes that such ops share are
+cut: a minimum cut (Ford and Fulkerson, "Maximal flow through a network", 1956), as in torch's
 partitioner of forward and backward.
 """
 
