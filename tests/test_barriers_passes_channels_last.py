@@ -159,13 +159,13 @@ def single(x: Tensor, w: Tensor) -> Tensor:
     return F.conv1d(F.conv1d(x[:, :, 0], w[:, :, 0]), w[:, :, 0])
 
 
-def normed(x: Tensor, w: Tensor) -> Tensor:
+def shuffled(x: Tensor, w: Tensor) -> Tensor:
     return conv(F.channel_shuffle(conv(x, w), 2), w)
 
 
 REASONS = {flat: "goes over from one channel into the next", grouped: "groups have several channels",
            thin: "no multiples of 16 bytes", exact: "only in 16 bits and in TF32", drawn: "draws random numbers",
-           single: "not two-dimensional", normed: "may ask for rows"}
+           single: "not two-dimensional", shuffled: "may ask for rows"}
 
 
 @pytest.mark.parametrize("program, reason", REASONS.items(), ids=lambda one: getattr(one, "__name__", ""))
