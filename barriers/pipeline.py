@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Callable, Sequence
 
 from barriers.passes.attention_rows import lay_gradients
+from barriers.passes.bridges import back_to_rows, run_by_aten
 from barriers.passes.channels_last import permute_images
 from barriers.passes.conv_bias import add_biases
 from barriers.passes.conv_gradients import sum_gradients
@@ -76,7 +77,11 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
         return sum_products(graph, remarks) if other_bits else graph
 
     def channels_last(graph: Graph) -> Graph:
-        return permute_images(graph, remarks) if gpu and partition is not None else graph
+        if not gpu or partition is None:
+            return graph
+        graph = permute_images(graph, remarks)
+        back_to_rows(graph, run_by_aten(graph, partition))
+        return graph
 
     def conv_bias(graph: Graph) -> Graph:
         return add_biases(graph, remarks) if replays and partition is not None else graph

@@ -14,12 +14,15 @@ from recording import Recording
 from torch import Tensor
 
 from barriers.passes import channels_last
+from barriers.passes.bridges import back_to_rows
 from barriers.passes.channels_last import permute_images
 from barriers.passes.conv_bias import CONVOLUTION, is_channels_last
+from barriers.passes.formats import left_in_rows
 from barriers.passes.permuted import makes_last
 from barriers.pipeline import ordered_passes, run_passes
 from codegen.partition import partition
-from ir_nodes import Node, settings
+from ir_nodes import BufferKind, Node, settings
+from ir_nodes.node import Buffer
 from ir_nodes.remarks import Remarks
 
 TWICE = "2 convolutions and gradients"
@@ -94,7 +97,14 @@ def norms(x: Tensor, w: Tensor) -> Tensor:
     return conv(made, w) + conv(made, w[:, :, 1:2, 1:2].contiguous())[:, :, :6, :5]
 
 
-@pytest.mark.parametrize("program", [activated, in_place, parted, shuffled, pooled, turned], ids=lambda one: one.__name__)
+def in_groups(x: Tensor, w: Tensor) -> Tensor:
+    return conv(F.silu(F.group_norm(conv(x, w) + 1, 2, w[0, :, 0, 0], w[1, :, 0, 0])), w)
+
+
+IMAGES = [activated, in_place, parted, shuffled, pooled, turned, in_groups]
+
+
+@pytest.mark.parametrize("program", IMAGES, ids=lambda one: one.__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_images_are_channels_last(program: Callable[..., Any], dtype: torch.dtype) -> None:
     recording, told = changed(program, *operands(dtype=torch.float32 if program is turned else dtype))  # CPUs norm otherwise
@@ -113,6 +123,49 @@ def test_gradients_of_a_channel_each_do_not_outweigh_the_rest() -> None:
     recording, told = changed(bottleneck, x, torch.randn(64, 16, 1, 1), torch.randn(64, 1, 3, 3), torch.randn(16, 64, 1, 1))
     assert "6 convolutions and gradients" in told and "are channels_last in memory" in told
     assert_equals_near(recording.graph, recording)
+
+
+def test_norms_over_groups_that_aten_has_to_run_have_rows() -> None:
+    def program(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        held = [one.detach().requires_grad_() for one in (x, w)]
+        return torch.autograd.grad(in_groups(*held).square().sum(), held)
+
+    recording, _ = changed(program, *operands())
+    graph = recording.graph
+    norms = [node for node in graph.nodes if "group_norm" in node.name]
+    images = [one.layout for node in norms for one in (*node.reads, *node.writes) if len(one.layout.size) == 4]
+    assert len(norms) == 2 and len(images) == 5 and all(map(is_channels_last, images))
+    count = len(graph.nodes)
+    back_to_rows(graph, norms)
+    images = [one.layout for node in norms for one in (*node.reads, *node.writes) if len(one.layout.size) == 4]
+    assert all(layout.is_contiguous for layout in images) and len(graph.nodes) == count + 5
+    back_to_rows(graph, norms)
+    assert len(graph.nodes) == count + 5
+    assert_equals_near(graph, recording)
+
+
+def test_what_lies_between_ops_that_need_rows_has_rows() -> None:
+    """A stream of images with convolutions beside it: only what these read and leave is channels_last."""
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        for _ in range(3):
+            x = x + F.channel_shuffle(x.sin(), 2) * 0.5
+            x = x + conv(F.channel_shuffle(x, 4).cos(), w).relu()
+        return conv(x.cos(), w).sum()
+
+    recording, told = changed(program, *operands())
+    assert "ops around it need rows" in told and all_last(recording)
+    joined = [node for node in recording.graph.nodes if node.name == "add"]
+    assert len(joined) == 6 and all(node.writes[0].layout.is_contiguous for node in joined[:5])
+    assert_equals_near(recording.graph, recording)
+
+
+def test_the_cut_goes_through_fewest_bytes() -> None:
+    first, second, third, last = (Buffer(index, 64, BufferKind.FRESH, False) for index in range(4))
+    chain = [[(first, 64), (None, 64)], [(second, 16), (first, 16)], [(third, 64), (second, 64)], [(last, 64), (third, 64)]]
+    assert left_in_rows(chain, {last}) == {first}
+    assert left_in_rows(chain[1:], {last}) == left_in_rows([], set()) == set()
+    assert left_in_rows([*chain, [(third, 32), (None, 32)]], {last}) == {first}
+    assert left_in_rows([*chain, [(third, 96), (None, 96)]], {last}) == {first, second, third}
 
 
 def test_weights_are_copied_once() -> None:
@@ -159,13 +212,13 @@ def single(x: Tensor, w: Tensor) -> Tensor:
     return F.conv1d(F.conv1d(x[:, :, 0], w[:, :, 0]), w[:, :, 0])
 
 
-def shuffled(x: Tensor, w: Tensor) -> Tensor:
+def interleaved(x: Tensor, w: Tensor) -> Tensor:
     return conv(F.channel_shuffle(conv(x, w), 2), w)
 
 
 REASONS = {flat: "goes over from one channel into the next", grouped: "groups have several channels",
            thin: "no multiples of 16 bytes", exact: "only in 16 bits and in TF32", drawn: "draws random numbers",
-           single: "not two-dimensional", shuffled: "may ask for rows"}
+           single: "not two-dimensional", interleaved: "may ask for rows"}
 
 
 @pytest.mark.parametrize("program, reason", REASONS.items(), ids=lambda one: getattr(one, "__name__", ""))

@@ -10,6 +10,7 @@ from graphs import execute, kernels, record
 from recording import Recording
 from torch import Tensor
 
+from barriers.passes import conv_gradients
 from barriers.passes.conv_gradients import BACKWARD, SUM, sum_gradients
 from codegen.executable import emit_call
 from codegen.fuse import plan
@@ -68,6 +69,25 @@ def test_the_sum_joins_the_kernel_before(program: Callable[..., Any], calls: int
     (summing,) = [step.nodes for step in kernels(made) if any(node.target == SUM for node in step.nodes)]
     assert len(summing) > 1 and summing[-1].target == SUM
     memory = execute(recording, made)
+    for index, data in recording.expected.items():
+        torch.testing.assert_close(memory[index].view(torch.float32), data.view(torch.float32), rtol=1e-4, atol=1e-4)
+
+
+def after_a_cast(g: Tensor, y: Tensor, x: Tensor, w: Tensor) -> list[Tensor]:
+    return backward((g.double() * y).float(), x, w)
+
+
+def test_a_cast_sums_too() -> None:
+    recording, told = changed(after_a_cast, *operands())
+    assert "summed in the kernel" in told and sum(node.target == SUM for node in recording.graph.nodes) == 1
+
+
+def test_many_elements_that_aten_made_are_summed_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conv_gradients, "WORTH", 1)
+    recording, told = changed(by_aten, *operands())
+    assert "summed in a generated kernel" in told
+    assert [node.name for node in recording.graph.nodes] == ["sum", "convolution_backward", "convolution_backward"]
+    memory = execute(recording, plan(recording.graph))
     for index, data in recording.expected.items():
         torch.testing.assert_close(memory[index].view(torch.float32), data.view(torch.float32), rtol=1e-4, atol=1e-4)
 

@@ -168,3 +168,14 @@ def test_runs_on_boundaries_and_others_that_are_very_short_are_not() -> None:
     for size in ((4, 90, 64), (40, 90, 3)):
         (step,) = kernels(plan(record(lambda x: x.softmax(1), torch.zeros(size))[0].graph))
         assert "i2" not in step.kernel.source
+
+
+def test_functions_beside_sums_of_columns_have_twice_the_threads() -> None:
+    def warps(function: Callable[[torch.Tensor], torch.Tensor]) -> int:
+        def program(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            made = function(x)
+            return made, made.sum(0)
+
+        return kernels(plan(record(program, torch.zeros(12544, 1280).bfloat16())[0].graph))[0].kernel.num_warps
+
+    assert warps(F.gelu) == warps(F.silu) == 2 * warps(torch.relu)

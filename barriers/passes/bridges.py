@@ -13,6 +13,7 @@ from typing import Iterable
 from barriers.passes.conv_bias import CONVOLUTION
 from barriers.passes.permuted import is_channels_last, last_strides, makes_last
 from ir_nodes import Graph, Layout, Node, Operand, Write
+from ir_nodes.kernels import Partition
 from ir_nodes.rewrite import copy, new_value, reread
 
 GROUP_NORMS = ("native_group_norm", "native_group_norm_backward")
@@ -24,6 +25,15 @@ def back_to_rows(graph: Graph, nodes: Iterable[Node]) -> None:
     although kernels were meant to."""
     wanted = {node for node in nodes if node.relaid and node.name in GROUP_NORMS}
     graph.nodes = [one for node in graph.nodes for one in (_between_rows(graph, node) if node in wanted else [node])]
+
+
+def run_by_aten(graph: Graph, partition: Partition) -> list[Node]:
+    """Norms over groups in channels_last memory that no kernel computes, such as long ones where `long_norms` is switched off."""
+    norms = [node for node in graph.nodes if node.relaid and node.name in GROUP_NORMS]
+    if not norms:
+        return []
+    fused = {node for kernel in partition(graph) if kernel.fused for node in kernel.nodes}
+    return [node for node in norms if node not in fused]
 
 
 def _between_rows(graph: Graph, node: Node) -> list[Node]:

@@ -21,6 +21,7 @@ from ir_nodes.rewrite import let_go, read
 BACKWARD, SUM = "aten::convolution_backward", "aten::sum.IntList_out"
 WORTH = 1 << 20
 """Bytes of what is summed from which on a kernel of ours for nothing else pays: on an H200, ATen's takes 50 us for 33 MB."""
+SHARED, OWN = "the kernel of what it sums", "a generated kernel"
 INPUT, WEIGHT, BIAS = range(3)
 """The op's results, and its mask's words."""
 
@@ -34,7 +35,7 @@ def sum_gradients(graph: Graph, remarks: Remarks | None = None) -> Graph:
         if reason:
             remarks.refused("conv_gradients", node.name, reason)
         elif wanted:
-            remarks.did("conv_gradients", node.name, "its bias's gradient is summed in the kernel of what it sums")
+            remarks.did("conv_gradients", node.name, f"its bias's gradient is summed in {OWN if is_alone(node) else SHARED}")
         nodes += parted(node) if wanted and not reason else [node]
     graph.nodes = nodes
     return graph
@@ -55,19 +56,23 @@ def result(node: Node, which: int) -> Write:
 def why_not(node: Node) -> str:
     """Why the sum stays where it is; "": it need not."""
     gradient, source, weight, *_, transposed, _, groups, _ = node.args
-    maker = gradient.value.producer
     reason = why_not_cudnn(node)
     if reason:
         return reason
     if is_depthwise(source.layout, transposed, groups):
         return "it is that of a depthwise convolution, which has kernels of its own"
-    alone = maker is None or info(maker.target).kind not in ("pointwise", "copy") or maker.stage != node.stage
-    if alone and gradient.layout.nbytes < WORTH:
+    if is_alone(node) and gradient.layout.nbytes < WORTH:
         return "what it sums is small, and not made by a kernel that could do so"
     layouts = [one.layout for one in (gradient, source, weight)]
     if not all(one.is_contiguous for one in layouts) and not all(map(is_channels_last, layouts)):
         return "its operands differ in layout, so that each call would copy some"
     return ""
+
+
+def is_alone(node: Node) -> bool:
+    """Is what is summed made by nothing that could do so?"""
+    maker = node.args[0].value.producer
+    return maker is None or info(maker.target).kind not in ("pointwise", "copy") or maker.stage != node.stage
 
 
 def parted(node: Node) -> list[Node]:
