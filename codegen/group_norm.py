@@ -12,16 +12,17 @@ from codegen.expressions import Unsupported
 from codegen.grouped_channels import WITHIN, beside, by_channels, gradient_by_channels, grouped, per_channel, write_grouped
 from codegen.instructions import KEPT, Instr, Part
 from codegen.lowering import Lowering, arguments
+from codegen.pulled import Known
 from codegen.reductions import mean_of, operand_of, reduction, spread_of, write_kept
 from ir_nodes.node import Node, Operand
 
 
-def lower_group_norm(node: Node, scratch: int) -> list[Part]:
+def lower_group_norm(node: Node, scratch: int, known: Known) -> list[Part]:
     """native_group_norm: each group of channels of each sample on its own."""
     args = arguments(node)
     source = grouped(args["input"], args["group"])
     if beside(source.layout):
-        return [*by_channels(node, source, scratch)]
+        return [*by_channels(node, source, scratch, known)]
     if moments.is_long(source.layout, WITHIN):
         sums, *numbers = moments.rows(node, source, WITHIN, args["eps"], scratch)
         lowering = Lowering(node, source.layout.size)

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any, Iterator, Sequence
 
 import torch
 
 from codegen import forms, moments
 from codegen.expressions import Unsupported
-from codegen.instructions import Instr, Part, scratch_value
+from codegen.instructions import KEPT, Instr, Part, scratch_value
 from codegen.lowering import Lowering, arguments
-from codegen.promotion import compute_dtype
+from codegen.promotion import HALF, compute_dtype
+from codegen.pulled import Known, Puller, identity_mapper
 from codegen.reductions import by_columns, operand_of, reduction, spread_of
 from ir_nodes import settings
 from ir_nodes.layout import Layout
@@ -36,14 +38,14 @@ def beside(layout: Layout) -> bool:
     return several and by_columns(layout, (3,)) and settings.enabled("long_norms")
 
 
-def by_channels(node: Node, source: Operand, scratch: int) -> Iterator[Part]:
+def by_channels(node: Node, source: Operand, scratch: int, known: Known) -> Iterator[Part]:
     """The norm: each channel's mean and its elements' squared differences from that; a group's, to which the former add what
     channels' means differ by (Chan, Golub, LeVeque, see `codegen.moments`); the numbers of each channel; the elements."""
     args = arguments(node)
     lowering, dims = reduction(node, source, (3,))
     lowering.part.apart = True
     means, within = (moments.keep(lowering, scratch + index, number)
-                     for index, number in enumerate(moments.moments(lowering, source, dims)))
+                     for index, number in enumerate(moments.moments(lowering, source, dims, partial(_made_of, lowering, known))))
     yield lowering.part
     lowering, dims = reduction(node, means, (2,))
     mean, _, between = spread_of(lowering, lowering.load(means))
@@ -66,6 +68,18 @@ def by_channels(node: Node, source: Operand, scratch: int) -> Iterator[Part]:
     value, factor, more = (lowering.load(one) for one in (source, *tables))
     write_grouped(lowering, 0, lowering.expr("{0} * {1} + {2}", value, factor, more, dtype=value.dtype), args["group"])
     yield lowering.part
+
+
+def _made_of(lowering: Lowering, known: Known, sample: Operand) -> Instr:
+    """A number of each result, or what makes it, where that is cheap: then the kernel that makes what is summed may sum it."""
+    instrs, dtype = lowering.part.instrs, sample.layout.dtype
+    before, access = len(instrs), lowering.access(sample.value, sample.layout, KEPT)
+    rounded = dtype if dtype in HALF else None
+    made = Puller(lowering, known, None).operand(access, compute_dtype(dtype), rounded, identity_mapper, alone=False)
+    for instr in instrs[before:]:
+        instr.level = min(instr.level, KEPT)
+        instr.access = replace(instr.access, level=KEPT) if instr.access is not None else None
+    return made
 
 
 def gradient_by_channels(node: Node, place: int, source: Operand, shares: Sequence[Operand], scratch: int) -> Iterator[Part]:

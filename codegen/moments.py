@@ -34,10 +34,12 @@ NARROW = 16
 _MEDIAN = "tl.maximum(tl.minimum({0}, {1}), tl.minimum(tl.maximum({0}, {1}), {2}))"
 
 
-def moments(lowering: Lowering, source: Operand, dims: Sequence[int]) -> tuple[Instr, Instr]:
-    """(mean, sum of squared differences from it) of ``source`` over ``dims``, which ``lowering`` reduces."""
-    value = lowering.load(source)
-    shift = lowering.expr(_MEDIAN, *(lowering.load(_sample(source, dims, quarter), KEPT) for quarter in (1, 2, 3)),
+def moments(lowering: Lowering, source: Operand, dims: Sequence[int],
+            sampled: Callable[[Operand], Instr] | None = None) -> tuple[Instr, Instr]:  # fmt: skip
+    """(mean, sum of squared differences from it) of ``source`` over ``dims``, which ``lowering`` reduces. ``sampled``: gives a
+    number of each result in another way than by loading it."""
+    value, samples = lowering.load(source), [_sample(source, dims, quarter) for quarter in (1, 2, 3)]
+    shift = lowering.expr(_MEDIAN, *(sampled(one) if sampled is not None else lowering.load(one, KEPT) for one in samples),
                           dtype=value.dtype)
     moved = lowering.expr("{0} - {1}", value, shift, dtype=value.dtype)
     total = lowering.reduce("add", moved)

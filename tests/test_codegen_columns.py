@@ -7,6 +7,7 @@ from typing import Any, Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from graphs import check, kernels, record
 from torch import Tensor
 
