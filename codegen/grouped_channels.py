@@ -76,10 +76,27 @@ def _made_of(lowering: Lowering, known: Known, sample: Operand) -> Instr:
     before, access = len(instrs), lowering.access(sample.value, sample.layout, KEPT)
     rounded = dtype if dtype in HALF else None
     made = Puller(lowering, known, None).operand(access, compute_dtype(dtype), rounded, identity_mapper, alone=False)
+    if not all(map(_is_plain, instrs[before:])) or not _nest(lowering.part, instrs):
+        del instrs[before:]
+        return lowering.load(sample, KEPT)
     for instr in instrs[before:]:
         instr.level = min(instr.level, KEPT)
         instr.access = replace(instr.access, level=KEPT) if instr.access is not None else None
     return made
+
+
+def _is_plain(instr: Instr) -> bool:
+    """Does it load no part or another by position, nor compute with that?"""
+    return instr.kind in ("expr", "scalar", "size") or instr.kind == "load" and not instr.args
+
+
+def _nest(part: Part, instrs: Sequence[Instr]) -> bool:
+    """Do all operands, the first of which has every element and the others a number of each result, have dimensions that nest?"""
+    cuts: tuple[int, ...] | None = forms.reduced_cuts(part.reduced or (), part.numel)
+    for place, access in enumerate(instr.access for instr in instrs if instr.access is not None):
+        form = forms.embed(access.form, part.reduced or (), part.numel) if place else access.form
+        cuts = forms.merge_cuts(cuts, forms.cuts(form)) if cuts is not None and form is not None else None
+    return cuts is not None
 
 
 def gradient_by_channels(node: Node, place: int, source: Operand, shares: Sequence[Operand], scratch: int) -> Iterator[Part]:

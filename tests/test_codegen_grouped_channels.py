@@ -88,3 +88,16 @@ def test_sums_for_each_channel_stay_apart_from_tables() -> None:
     tables = [torch.randn(4, 8, 1, 1, 1) for _ in range(2)]
     made = plan(record(program, images(4, 128, 64, 64), *tables)[0].graph)
     assert any("each element would load them anew" in refusal.reason for refusal in made.refusals)
+
+
+@pytest.mark.usefixtures("few_are_many")
+def test_what_is_summed_may_be_made_by_the_kernel_that_sums_it() -> None:
+    x, bias, more = images(2, 16, 12, 10), torch.randn(16, 1, 1), torch.randn(2, 16, 1, 1)
+    made = check(lambda x, b, m: norm(x + b + m, 4, None, None)[0].relu(), x, bias, more, rtol=1e-4, atol=1e-4)
+    assert "add" in kernels(made)[0].kernel.name and "native_group_norm" in kernels(made)[0].kernel.name
+    half = torch.randn(2, 8, 10, 12).transpose(2, 3)
+    for program in (lambda x, y: norm(torch.cat([x, y], 1), 4, None, None),  # parts' places do not nest with groups'
+                    lambda x, y: norm(torch.cat([y, x, y], 1), 2, None, None),
+                    lambda x, y: norm((x.view(2, 2, 8, 12, 10) * y[:, None]).flatten(1, 2), 4, None, None),
+                    lambda x, y: norm(x + y[:, :1], 16, None, None)):  # fmt: skip
+        check(program, x, half, rtol=1e-4, atol=1e-4)
