@@ -56,7 +56,8 @@ def _lane(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuning, i
 def _taps(body: Body) -> int:
     """Where each element reads many others along memory, as windows do: how many bytes lie between two neighbours' at most; else
     0."""
-    found = [step.access.dtype.itemsize * growth(index) for step in body.steps if step.stage == "take" and step.access is not None
+    takes = [step for step in body.steps if step.stage == "take" and not step.takes_bits]
+    found = [step.access.dtype.itemsize * growth(index) for step in takes if step.access is not None
              for index, (stride, _) in zip(step.args, step.payload) if stride == 1]  # type: ignore[call-overload]
     return max(found) if len(found) > TAPS else 0
 

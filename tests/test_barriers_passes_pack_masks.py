@@ -16,7 +16,7 @@ from barriers.model import memory
 from barriers.passes import pack_masks as module
 from barriers.passes.pack_masks import pack_masks
 from codegen import triton_compile
-from codegen.addressing import IndexWriter
+from codegen.packed_source import BitWriter
 from codegen.body import Step
 from codegen.fuse import plan
 from codegen.kernel import Plan
@@ -182,13 +182,13 @@ def test_what_stays_as_it_is() -> None:
 
 def test_blocks_that_hold_no_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bits are taken one by one there. What would store them leaves bytes to a kernel that packs them."""
-    fraction = IndexWriter.fraction
+    fraction = BitWriter.fraction
 
-    def rarely(self: IndexWriter, step: Step, count: int) -> tuple[str, str] | None:
+    def rarely(self: BitWriter, step: Step, count: int) -> tuple[str, str] | None:
         alone = sum(one.stage != "coord" for one in self.body.steps) == 2
         return fraction(self, step, count) if alone else None
 
-    monkeypatch.setattr(IndexWriter, "fraction", rarely)
+    monkeypatch.setattr(BitWriter, "fraction", rarely)
     recording, plain = dropping(6, 24), dropping(6, 24)
     graph = pack_masks(recording.graph, partition)
     before, after = plan(plain.graph), plan(graph)
