@@ -31,7 +31,7 @@ class Step:
     dtype: torch.dtype
     level: int
     phase: int = 0
-    args: tuple["Step", ...] = ()
+    args: tuple["Step", ...] = field(default=(), repr=False)  # shared, so that showing them might never end
     text: str = ""
     access: MemAccess | None = None
     form: Form = ()

@@ -78,7 +78,7 @@ class Instr:
     kind: str
     dtype: torch.dtype
     level: int
-    args: tuple["Instr", ...] = ()
+    args: tuple["Instr", ...] = field(default=(), repr=False)  # shared, so that showing them might never end
     text: str = ""
     access: MemAccess | None = None
     payload: object = None

@@ -16,10 +16,10 @@ from barriers.model import memory
 from barriers.passes import pack_masks as module
 from barriers.passes.pack_masks import pack_masks
 from codegen import triton_compile
-from codegen.packed_source import BitWriter
 from codegen.body import Step
 from codegen.fuse import plan
 from codegen.kernel import Plan
+from codegen.packed_source import BitWriter
 from codegen.partition import partition
 from codegen.tuning import HOPPER, Tuning
 from ir_nodes import BufferKind, Graph, settings
