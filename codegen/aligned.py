@@ -116,6 +116,8 @@ def loaded_singly(tile: Tile, body: Body) -> bool:
     rows, along, others = tile.axes
     if rows is None or body.reduced is not None or tile.told is not None or tile.peel > 1 or tile.covered or tile.depth:
         return False
+    if not settings.enabled("aligned_rows"):
+        return False
     apart = [dim for axis in (rows, others) if axis is not None for dim in axis.dims]
     walk = [step for step in over_rows(body, tile.strides) if along.dims and tile.strides[id(step)][along.dims[-1]] == 1]
     whole = [step for step in walk if not _unlike(step) and step.access is not None and not step.access.byte_offset % 16

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from codegen import forms
-from codegen.aligned import KNOWN, cover, end_in_vectors, in_vectors, loaded_singly, peel, row_stride
+from codegen.aligned import FEWEST, KNOWN, cover, end_in_vectors, in_vectors, loaded_singly, over_rows, peel, row_stride
 from codegen.body import Body, Step, reduced_flags
 from codegen.cached_rows import way_through
 from codegen.columns import along_kept, column_blocks, runs_apart
@@ -53,7 +53,7 @@ takes 224 us on an H200 so, 260 otherwise."""
 def lay_out(body: Body, tuning: Tuning, share: int = 0, shares: int = 0) -> Tile:
     """The tile of ``body``; ``share`` above 0 makes the first kernel of a reduction split over ``shares`` programs."""
     tile = end_in_vectors(_laid_out(body, tuning, share, shares), body, tuning.covered)
-    if _apart(tile):
+    if _apart(tile, body):
         tile = replace(tile, told=1)
     if loaded_singly(tile, body):
         tile = replace(tile, singly=True)
@@ -61,11 +61,17 @@ def lay_out(body: Body, tuning: Tuning, share: int = 0, shares: int = 0) -> Tile
     return replace(tile, packs=tuning.packs and settings.enabled("packed_rounding"), overlaps=tuning.overlaps)
 
 
-def _apart(tile: Tile) -> bool:
-    """Do rows that are reduced, or results of columns, lie in pieces, so that the compiler can't see what lies side by side?"""
-    moved = tile.peel > 1 or tile.covered or tile.ragged or tile.walk is not None or tile.mixed
-    cut = tile.reduced_axis == 1 and tile.share % KNOWN
-    return tile.reduced_axis is not None and len(tile.axes[1].dims) > 1 and not (moved or cut or tile.axes[1].block % KNOWN)
+def _apart(tile: Tile, body: Body) -> bool:
+    """Do rows that are reduced, or results of columns, lie in pieces, so that the compiler can't see what lies side by side? Of
+    columns only where that are whole vectors: else loops do better not to load ahead."""
+    moved = tile.peel > 1 or tile.covered or tile.ragged or tile.walk is not None or tile.mixed or tile.axes[1].block % KNOWN
+    if tile.reduced_axis is None or len(tile.axes[1].dims) < 2 or moved:
+        return False
+    if tile.reduced_axis == 1:
+        return not tile.share % KNOWN
+    inmost = tile.axes[1].dims[-1]
+    walks = [tile.strides[id(step)] for step in over_rows(body, tile.strides) if tile.strides[id(step)][inmost] == 1]
+    return math.gcd(KNOWN, tile.dims[inmost], *(stride for walk in walks for stride in walk if stride > 1)) >= FEWEST
 
 
 def _by_element(tile: Tile, body: Body) -> Tile:
@@ -191,7 +197,7 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
     lane = lane if looped or block_x > tuning.narrow_width else _lane_held(body, tuning, lane, -(-body.kept // block_x))
     threads = shares * -(-body.kept // block_x) * 32 * warps_for(block_x * block_r, lane, 32) if share else 0
     most = values_at_once(body, threads, tuning.cores)
-    if looped and lane > tuning.few_lane and (works_much(body) or column and has_functions(body)):
+    if looped and lane > tuning.few_lane and (works_much(body) or column and share and has_functions(body)):
         lane //= 2
     fits = lane if column and not looped else fitting(body, lane, looped, block_r, most)
     if looped and fits < lane:  # as many threads

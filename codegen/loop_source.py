@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Collection
+from typing import Collection, Sequence
 
 from codegen.aligned import in_a_vector, in_vectors
 from codegen.body import Body, Step
@@ -73,6 +73,9 @@ class LoopWriter(WordWriter):
         """A loop over blocks of the reduced axis; ``inside``: all of them lie within the row."""
         reduced = self.tile.reduced_axis
         assert reduced is not None
+        before = self._before_loop(sinks)
+        for step in before:
+            self._emit(step)
         self._line(f"for r in tl.range({steps}):")
         self._indent += 1
         self._inside = inside
@@ -83,13 +86,22 @@ class LoopWriter(WordWriter):
             self._index(reduced, "at", end)
         else:
             self._index(reduced, "r", end)
-        self._block([step for step in sinks if step.stage == "reduce"], [step for step in sinks if step.stage == "store"])
+        reduces, stores = ([step for step in sinks if step.stage == stage] for stage in ("reduce", "store"))
+        self._block(reduces, stores, before)
         self._inside = False
         self._indent -= 1
 
-    def _block(self, reduces: list[Step], stores: list[Step]) -> None:
-        """One block of the reduced axis, whose index is defined."""
-        wanted = self._slice([*reduces, *stores])
+    def _before_loop(self, sinks: list[Step]) -> list[Step]:
+        """Loads of numbers that a program's columns keep from row to row, which the compiler would leave in the loop."""
+        if self.tile.reduced_axis != 0 or self.tile.covered or self.tile.peel:
+            return []
+        wanted = self._slice(sinks)
+        return [step for step in self.body.steps if id(step) in wanted and step.stage == "load" and not step.args
+                and 0 not in self._terms(step)]
+
+    def _block(self, reduces: list[Step], stores: list[Step], known: Sequence[Step] = ()) -> None:
+        """One block of the reduced axis, whose index is defined. ``known``: what is loaded already."""
+        wanted = self._slice([*reduces, *stores]) - {id(step) for step in known}
         for step in self.body.steps:
             if id(step) in wanted and step.level == FULL and step.stage not in ("store", "reduce"):
                 self._emit(step)
