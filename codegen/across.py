@@ -17,6 +17,7 @@ import operator
 from codegen import forms
 from codegen.body import reduced_flags
 from codegen.footprint import Footprint
+from codegen.forms import Form
 from codegen.group import Group, Joint
 from codegen.reduced_squares import NARROWEST
 
@@ -88,15 +89,10 @@ def _repeats(group: Group, joint: Joint) -> bool:
 
 def _goes_both_ways(foot: Footprint, joint: Joint) -> bool:
     """Is it a table, small against the joint space, whose numbers differ between results and along what is reduced?"""
-    form, reduced = foot.form, joint.reduced or ()
+    form = foot.form
     if form is None or foot.gathers or foot.written or FEW * forms.touched(form) > joint.numel:
         return False
-    cuts = forms.merge_cuts(forms.reduced_cuts(reduced, joint.numel), forms.cuts(form))
-    if cuts is None:
-        return False
-    dims = forms.dims_of(cuts, joint.numel)
-    moving = {flag for stride, flag in zip(forms.strides_over(form, dims), reduced_flags(dims, reduced)) if stride}
-    return len(moving) == 2
+    return len({flag for _, flag in _moving(form, joint) or ()}) == 2
 
 
 def _ways(group: Group, other: Group, joint: Joint) -> set[bool | None]:
@@ -114,16 +110,24 @@ def _read_by_both(left: Group, right: Group, joint: Joint) -> set[bool | None]:
 
 def _lies_across(foot: Footprint, joint: Joint) -> bool | None:
     """Does each element of a row lie in a sector of its own? None for what has not an element for each or for two."""
-    form, reduced = foot.form, joint.reduced or ()
+    form = foot.form
     if form is None or foot.gathers or 2 * forms.touched(form) < joint.numel:
         return None
+    moving = _moving(form, joint)
+    if moving is None:
+        return None
+    steps = [stride for stride, flag in moving if flag]
+    return bool(steps) and min(steps) * foot.dtype.itemsize >= SECTOR
+
+
+def _moving(form: Form, joint: Joint) -> list[tuple[int, bool]] | None:
+    """The form's strides, but 0, each with whether it is one along what is reduced; None where dimensions do not nest."""
+    reduced = joint.reduced or ()
     cuts = forms.merge_cuts(forms.reduced_cuts(reduced, joint.numel), forms.cuts(form))
     if cuts is None:
         return None
     dims = forms.dims_of(cuts, joint.numel)
-    flags = reduced_flags(dims, reduced)
-    steps = [stride for stride, flag in zip(forms.strides_over(form, dims), flags) if flag and stride]
-    return bool(steps) and min(steps) * foot.dtype.itemsize >= SECTOR
+    return [(stride, flag) for stride, flag in zip(forms.strides_over(form, dims), reduced_flags(dims, reduced)) if stride]
 
 
 def _stays_inside(group: Group, other: Group) -> bool:

@@ -58,8 +58,7 @@ def _divided(arguments: ArgumentList, index: str, dim: int, extent: int, near: s
     many neighbours, from each multiple of that on, lie side by side in the axis' last dimension, or ""; ``free``: they are told
     of, or there are none; ``inmost``: this is that dimension."""
     if extent > SMALL and (extent % KNOWN or free) and not arguments.wide:
-        factor, shift = reciprocal(extent)
-        given = (arguments.constant(f"d{dim}_factor", factor - (1 << 32)), arguments.constant(f"d{dim}_shift", shift))
+        given = _reciprocal(arguments, f"d{dim}", extent)
         quotient = f"_quotient({index}, {given[0]}, {given[1]})"
         rest = f"{index} - q{dim} * {arguments.size(f'd{dim}', extent)}"
         if near:
@@ -81,9 +80,14 @@ def parted(arguments: ArgumentList, program: str, name: str, axis: Axis, over: i
     given = arguments.constant(name, count)
     if arguments.wide:
         return [f"q_{name} = {program} // {given}"], f"q_{name}", f"({program} % {given})"
-    factor, shift = reciprocal(count)
-    numbers = (arguments.constant(f"{name}_factor", factor - (1 << 32)), arguments.constant(f"{name}_shift", shift))
-    return [f"q_{name} = _quotient({program}, {numbers[0]}, {numbers[1]})"], f"q_{name}", f"({program} - q_{name} * {given})"
+    factor, shift = _reciprocal(arguments, name, count)
+    return [f"q_{name} = _quotient({program}, {factor}, {shift})"], f"q_{name}", f"({program} - q_{name} * {given})"
+
+
+def _reciprocal(arguments: ArgumentList, name: str, extent: int) -> tuple[str, str]:
+    """The kernel's arguments for `reciprocal`."""
+    factor, shift = reciprocal(extent)
+    return arguments.constant(f"{name}_factor", factor - (1 << 32)), arguments.constant(f"{name}_shift", shift)
 
 
 def reciprocal(extent: int) -> tuple[int, int]:

@@ -163,6 +163,8 @@ def test_the_cut_goes_through_fewest_bytes() -> None:
     first, second, third, last = (Buffer(index, 64, BufferKind.FRESH, False) for index in range(4))
     chain = [[(first, 64), (None, 64)], [(second, 16), (first, 16)], [(third, 64), (second, 64)], [(last, 64), (third, 64)]]
     assert left_in_rows(chain, {last}) == {first}
+    even = [[(one, 64), (other, 64)] for one, other in ((first, None), (second, first), (third, second), (last, third))]
+    assert left_in_rows(even, {last}) == {first, second, third}
     assert left_in_rows(chain[1:], {last}) == left_in_rows([], set()) == set()
     assert left_in_rows([*chain, [(third, 32), (None, 32)]], {last}) == {first}
     assert left_in_rows([*chain, [(third, 96), (None, 96)]], {last}) == {first, second, third}

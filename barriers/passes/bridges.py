@@ -8,7 +8,7 @@ rows, but in a kernel of its own. As nodes these copies are made once, and share
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Iterable
+from typing import Callable, Iterable
 
 from barriers.passes.conv_bias import CONVOLUTION
 from barriers.passes.permuted import is_channels_last, last_strides, makes_last
@@ -23,38 +23,46 @@ GROUP_NORMS = ("native_group_norm", "native_group_norm_backward")
 def back_to_rows(graph: Graph, nodes: Iterable[Node]) -> None:
     """Let those of ``nodes`` that ATen can compute in rows only read and leave copies in rows. For nodes that ATen has to run
     although kernels were meant to."""
-    wanted = {node for node in nodes if node.relaid and node.name in GROUP_NORMS}
+    wanted = set(_relaid_norms(nodes))
     graph.nodes = [one for node in graph.nodes for one in (_between_rows(graph, node) if node in wanted else [node])]
 
 
 def run_by_aten(graph: Graph, partition: Partition) -> list[Node]:
     """Norms over groups in channels_last memory that no kernel computes, such as long ones where `long_norms` is switched off."""
-    norms = [node for node in graph.nodes if node.relaid and node.name in GROUP_NORMS]
-    if not norms:
-        return []
-    fused = {node for kernel in partition(graph) if kernel.fused for node in kernel.nodes}
+    norms = _relaid_norms(graph.nodes)
+    fused = {node for kernel in partition(graph) if kernel.fused for node in kernel.nodes} if norms else ()
     return [node for node in norms if node not in fused]
+
+
+def _relaid_norms(nodes: Iterable[Node]) -> list[Node]:
+    return [node for node in nodes if node.relaid and node.name in GROUP_NORMS]
 
 
 def _between_rows(graph: Graph, node: Node) -> list[Node]:
     """``node``, which has rows now, between copies."""
-    into, instead, out = list[Node](), dict[Operand, Operand](), list[Node]()
+    into, instead = list[Node](), dict[Operand, Operand]()
     for operand in dict.fromkeys(node.reads):
         if not operand.layout.is_contiguous:
-            layout = Layout.contiguous(operand.layout.dtype, operand.layout.size)
+            layout = rows(operand.layout)
             value = new_value(graph, layout.nbytes)
             into.append(copy(node, operand, Write(value, layout, None, False)))
             instead[operand] = Operand(value, layout)
     reread(node, lambda operand: instead.get(operand, operand))
+    return [*into, node, *leave(graph, node, lambda write: None if write.layout.is_contiguous else rows(write.layout))]
+
+
+def leave(graph: Graph, node: Node, layout_of: Callable[[Write], Layout | None]) -> list[Node]:
+    """Let ``node`` leave its results as ``layout_of`` says, None: as is promised. Returns the nodes that copy the others."""
+    made: list[Node] = []
     writes = list(node.writes)
     for place, write in enumerate(writes):
-        if not write.layout.is_contiguous:
-            layout = Layout.contiguous(write.layout.dtype, write.layout.size)
+        layout = layout_of(write)
+        if layout is not None:
             value = new_value(graph, layout.nbytes, node)
             writes[place] = Write(value, layout, None, False)
-            out.append(copy(node, Operand(value, layout), write))
+            made.append(copy(node, Operand(value, layout), write))
     node.writes = tuple(writes)
-    return [*into, node, *out]
+    return made
 
 
 def bridge(graph: Graph, convolutions: Iterable[Node]) -> None:
@@ -94,19 +102,18 @@ def operands_for(graph: Graph, node: Node, copies: dict[Operand, Operand]) -> li
 
 def results_of(graph: Graph, node: Node) -> list[Node]:
     """Let ``node`` leave results that are promised in rows as it makes them. Returns the nodes that copy them."""
-    made: list[Node] = []
-    writes = list(node.writes)
-    for place, write in enumerate(writes):
+    def layout_of(write: Write) -> Layout | None:
         whole = write.base is None and len(write.layout.size) == 4 and write.layout.covers(write.value.buffer.nbytes)
-        if not whole or is_channels_last(write.layout):
-            continue
-        layout = last(write.layout)
-        value = new_value(graph, layout.nbytes, node)
-        writes[place] = Write(value, layout, None, False)
-        made.append(copy(node, Operand(value, layout), write))
-        node.relaid = True
-    node.writes = tuple(writes)
+        return last(write.layout) if whole and not is_channels_last(write.layout) else None
+
+    made = leave(graph, node, layout_of)
+    node.relaid |= bool(made)
     return made
+
+
+def rows(layout: Layout) -> Layout:
+    """A whole tensor in rows of the same size and dtype."""
+    return Layout.contiguous(layout.dtype, layout.size)
 
 
 def last(layout: Layout) -> Layout:

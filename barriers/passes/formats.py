@@ -3,8 +3,8 @@
 
 Some ops have rows, convolutions have channels_last; what is computed pixel by pixel between the two may have either, and each op
 that finds both walks across one of them. The images that are moved across weigh least where the bytes that such ops share are
-cut: a minimum cut (Ford and Fulkerson, "Maximal flow through a network", 1956), as in torch's
-partitioner of forward and backward.
+cut: a minimum cut (Ford and Fulkerson, "Maximal flow through a network", 1956), as in torch's partitioner of
+forward and backward.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Iterable, Sequence
 from ir_nodes.node import Buffer
 
 MOST = 1 << 13
-"""Images of which no cut is looked for where there are more: it takes longer than linear time."""
+"""Pairs of images that share an op, of which no cut is looked for where there are more: it takes longer than linear time."""
 Image = tuple[Buffer | None, int]
 """An image that may have either format, or None for one that stays in rows, and its bytes."""
 _ROWS, _LAST = "rows", "last"
@@ -23,7 +23,7 @@ _ROWS, _LAST = "rows", "last"
 
 def left_in_rows(ops: Iterable[Sequence[Image]], last: set[Buffer]) -> set[Buffer]:
     """Which images had better stay in rows. ``ops``: the images that each op finds, what it writes first; ``last``: those that
-    are channels_last whatever it costs. Of several cuts of one weight the one that leaves fewest in rows."""
+    are channels_last whatever it costs. Of several cuts of one weight the one that leaves most in rows."""
     ties: defaultdict[tuple[Buffer | str, Buffer | str], int] = defaultdict(int)
     for images in ops:
         hub, size = max(images[:1] or images, key=lambda one: one[1])
