@@ -7,16 +7,17 @@ programs, the second is a kernel of its own that takes in what comes before and 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 
+from codegen.behind_norms import Behind, behind
 from codegen.channels import channelwise, inverse, normalised, other_dims
 from codegen.expressions import Unsupported
 from codegen.instructions import FULL, KEPT, Instr, Part
 from codegen.lowering import Lowering, argument_names, arguments
 from codegen.moments import keep, moments, written
-from codegen.norm_masks import Masked, masked
 from codegen.promotion import compute_dtype
 from codegen.pulled import Known
 from codegen.reductions import by_columns, divide, mean_of, operand_of, reduction, write_kept
@@ -38,17 +39,17 @@ def lower_batch_norm(node: Node, scratch: int) -> list[Part]:
 def lower_batch_norm_backward(node: Node, scratch: int, known: Known) -> list[Part]:
     """native_batch_norm_backward: two sums per channel, then the gradient of each element."""
     args = arguments(node)
-    mask = masked(args, known)
+    given = behind(args, known, ("save_mean", "save_invstd"))
     if len(operand_of(args["input"]).layout.size) < 2 or len(node.returns) != 3:
         raise Unsupported(f"no kernel for {node.target}")
     grad_input, grad_weight, grad_bias = node.returns
     train = args["train"]
     parts, means = [], None
     if grad_weight is not None or grad_bias is not None or train:
-        sums, means = _gradient_sums(node, args, mask, scratch, (grad_weight, grad_bias))
+        sums, means = _gradient_sums(node, args, given, scratch, (grad_weight, grad_bias))
         parts.append(sums)
     if grad_input is not None:
-        parts.append(_grad_input(node, args, mask, grad_input, means if train else None))
+        parts.append(_grad_input(node, args, given, grad_input, means if train else None))
     return parts
 
 
@@ -120,7 +121,7 @@ def _used(lowering: Lowering, args: dict[str, Any], dtype: torch.dtype, level: i
     return mean, inverse(lowering, variance, args["eps"])
 
 
-def _gradient_sums(node: Node, args: dict[str, Any], mask: Masked | None, scratch: int,
+def _gradient_sums(node: Node, args: dict[str, Any], given: Behind, scratch: int,
                    affine: tuple[int | None, int | None]) -> tuple[Part, tuple[Operand, Operand]]:
     """The gradients of weight and bias, and what the elements' gradients need of the same sums."""
     weight, bias = affine
@@ -128,10 +129,9 @@ def _gradient_sums(node: Node, args: dict[str, Any], mask: Masked | None, scratc
     lowering, dims = reduction(node, source, other_dims(source.layout))
     value = lowering.load(source)
     mean, scale = _used(lowering, args, value.dtype, KEPT)
-    given = mask.grad if mask is not None else operand_of(args["grad_out"])
-    lowering.part.column |= by_columns(given.layout, dims)  # squares, which are better shared
-    grad = mask.load(lowering, value, mean, scale, KEPT) if mask is not None else lowering.load(given)
-    grad = lowering.cast(grad, value.dtype)
+    lowering.part.column |= any(by_columns(layout, dims) for layout in given.layouts())  # squares, which are better shared
+    normal = partial(normalised, lowering, given.args, value, mean, scale, KEPT)
+    grad = lowering.cast(given.load(lowering, given.grad.layout, normal), value.dtype)
     plain = lowering.reduce("add", grad)
     product = lowering.expr("{0} * ({1} - {2})", grad, value, mean, dtype=value.dtype)
     skewed = lowering.expr("{0} * {1}", lowering.reduce("add", product), scale, dtype=value.dtype)
@@ -143,14 +143,14 @@ def _gradient_sums(node: Node, args: dict[str, Any], mask: Masked | None, scratc
     return lowering.part, (keep(lowering, scratch, mean_of(lowering, plain)), keep(lowering, scratch + 1, slope))
 
 
-def _grad_input(node: Node, args: dict[str, Any], mask: Masked | None, index: int, means: tuple[Operand, Operand] | None) -> Part:
+def _grad_input(node: Node, args: dict[str, Any], given: Behind, index: int, means: tuple[Operand, Operand] | None) -> Part:
     source = operand_of(args["input"])
     lowering = Lowering(node, source.layout.size)
     held = compute_dtype(source.layout.dtype)
     mean, factor = _used(lowering, args, held, FULL)
     value = lowering.load(source) if means is not None else None
-    if mask is not None and value is not None:
-        grad = mask.load(lowering, value, mean, factor, FULL)
+    if value is not None:
+        grad = given.load(lowering, given.grad.layout, partial(normalised, lowering, given.args, value, mean, factor, FULL))
     else:
         grad = lowering.load(operand_of(args["grad_out"]))
     if args.get("weight") is not None:

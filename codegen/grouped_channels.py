@@ -15,8 +15,9 @@ from typing import Any, Iterator, Sequence
 import torch
 
 from codegen import forms, moments
+from codegen.behind_norms import Behind
 from codegen.expressions import Unsupported
-from codegen.instructions import KEPT, Instr, Part, scratch_value
+from codegen.instructions import FULL, KEPT, Instr, Part, scratch_value
 from codegen.lowering import Lowering, arguments
 from codegen.promotion import HALF, compute_dtype
 from codegen.pulled import Known, Puller, identity_mapper
@@ -56,18 +57,28 @@ def by_channels(node: Node, source: Operand, scratch: int, known: Known) -> Iter
     numbers = moments.written(lowering, scratch + 4, (1, 2), (mean, scale), dims)
     yield lowering.part
     lowering = Lowering(node, means.layout.size)
-    mean, factor = (lowering.load(moments.spread(number, (2,), 3)) for number in numbers)
-    if args.get("weight") is not None:
-        factor = lowering.expr("{0} * {1}", factor, per_channel(lowering, args["weight"], mean.dtype), dtype=mean.dtype)
-    more = lowering.expr("0.0 - {0} * {1}", mean, factor, dtype=mean.dtype)
-    if args.get("bias") is not None:
-        more = lowering.expr("{0} + {1}", more, per_channel(lowering, args["bias"], mean.dtype), dtype=mean.dtype)
-    tables = [_table(lowering, scratch + 2 + index, number) for index, number in enumerate((factor, more))]
+    line = factors(lowering, args, *(lowering.load(moments.spread(number, (2,), 3)) for number in numbers))
+    tables = [_table(lowering, scratch + 2 + index, number) for index, number in enumerate(line)]
     yield lowering.part
     lowering = Lowering(node, source.layout.size)
     value, factor, more = (lowering.load(one) for one in (source, *tables))
-    write_grouped(lowering, 0, lowering.expr("{0} * {1} + {2}", value, factor, more, dtype=value.dtype), args["group"])
+    write_grouped(lowering, 0, along(lowering, value, factor, more), args["group"])
     yield lowering.part
+
+
+def factors(lowering: Lowering, args: dict[str, Any], mean: Instr, scale: Instr, level: int = FULL) -> tuple[Instr, Instr]:
+    """What the norm multiplies a channel's elements by and adds to them."""
+    factor = scale
+    if args.get("weight") is not None:
+        factor = lowering.expr("{0} * {1}", factor, per_channel(lowering, args["weight"], mean.dtype, level), dtype=mean.dtype)
+    more = lowering.expr("0.0 - {0} * {1}", mean, factor, dtype=mean.dtype)
+    if args.get("bias") is not None:
+        more = lowering.expr("{0} + {1}", more, per_channel(lowering, args["bias"], mean.dtype, level), dtype=mean.dtype)
+    return factor, more
+
+
+def along(lowering: Lowering, value: Instr, factor: Instr, more: Instr) -> Instr:
+    return lowering.expr("{0} * {1} + {2}", value, factor, more, dtype=value.dtype)
 
 
 def _made_of(lowering: Lowering, known: Known, sample: Operand) -> Instr:
@@ -99,7 +110,8 @@ def _nest(part: Part, instrs: Sequence[Instr]) -> bool:
     return cuts is not None
 
 
-def gradient_by_channels(node: Node, place: int, source: Operand, shares: Sequence[Operand], scratch: int) -> Iterator[Part]:
+def gradient_by_channels(node: Node, place: int, source: Operand, given: Behind, shares: Sequence[Operand],
+                         scratch: int) -> Iterator[Part]:
     """The gradient of each element, which the node's result at ``place`` is: a * gradient + b * x + c. ``shares``: for each group
     the means of the gradient times weight, and of that times the normalised input."""
     args = arguments(node)
@@ -111,14 +123,17 @@ def gradient_by_channels(node: Node, place: int, source: Operand, shares: Sequen
     factor = scale
     if args.get("weight") is not None:
         factor = lowering.expr("{0} * {1}", scale, per_channel(lowering, args["weight"], plain.dtype), dtype=plain.dtype)
-    along = lowering.expr("0.0 - {0} * {1} * {1}", skewed, scale, dtype=plain.dtype)
-    more = lowering.expr("0.0 - {0} * {1} - {2} * {3}", plain, scale, along, mean, dtype=plain.dtype)
-    tables = [_table(lowering, scratch + index, number) for index, number in enumerate((factor, along, more))]
+    slope = lowering.expr("0.0 - {0} * {1} * {1}", skewed, scale, dtype=plain.dtype)
+    more = lowering.expr("0.0 - {0} * {1} - {2} * {3}", plain, scale, slope, mean, dtype=plain.dtype)
+    line = factors(lowering, given.args, mean, scale) if given.out is not None else ()
+    tables = [_table(lowering, scratch + index, number) for index, number in enumerate((factor, slope, more, *line))]
     yield lowering.part
     lowering = Lowering(node, source.layout.size)
-    grad, value, factor, along, more = (lowering.load(one) for one in (grouped(args["grad_out"], groups), source, *tables))
+    value, factor, slope, more = (lowering.load(one) for one in (source, *tables[:3]))
+    grad = given.load(lowering, layout_of(given.grad.layout, groups),
+                      lambda: along(lowering, value, *(lowering.load(one) for one in tables[3:])))
     text = "{0} * {1} + ({2} * {3} + {4})"
-    write_grouped(lowering, place, lowering.expr(text, grad, factor, value, along, more, dtype=value.dtype), groups)
+    write_grouped(lowering, place, lowering.expr(text, grad, factor, value, slope, more, dtype=value.dtype), groups)
     yield lowering.part
 
 
@@ -138,15 +153,15 @@ def _table(lowering: Lowering, scratch: int, number: Instr) -> Operand:
 
 def write_grouped(lowering: Lowering, place: int, result: Instr, groups: int) -> None:
     write = lowering.part.node.writes[place]
-    lowering.store(write.value, _layout(write.layout, groups), result)
+    lowering.store(write.value, layout_of(write.layout, groups), result)
 
 
 def grouped(arg: Any, groups: int) -> Operand:
     operand = operand_of(arg)
-    return Operand(operand.value, _layout(operand.layout, groups))
+    return Operand(operand.value, layout_of(operand.layout, groups))
 
 
-def _layout(layout: Layout, groups: int) -> Layout:
+def layout_of(layout: Layout, groups: int) -> Layout:
     """A batch of channels seen as (samples, groups, channels of a group, places)."""
     samples, channels, *places = layout.size
     flat = forms.collapse(tuple(places), layout.stride[2:])
@@ -158,11 +173,11 @@ def _layout(layout: Layout, groups: int) -> Layout:
     return replace(layout, size=size, stride=(first, along * (channels // groups), along, step))
 
 
-def per_channel(lowering: Lowering, arg: Any, dtype: torch.dtype) -> Instr:
+def per_channel(lowering: Lowering, arg: Any, dtype: torch.dtype, level: int = FULL) -> Instr:
     """A number of each channel over (samples, groups, channels of a group) and, where they are there, places."""
     operand = operand_of(arg)
-    _, groups, channels, *places = lowering.shape
+    _, groups, channels, *places = lowering.shape if level == FULL else lowering.kept_shape
     step = operand.layout.stride[0]
     layout = replace(operand.layout, size=(1, groups, channels, *(1 for _ in places)),
                      stride=(0, step * channels, step, *(0 for _ in places)))
-    return lowering.cast(lowering.load(Operand(operand.value, layout)), compute_dtype(dtype))
+    return lowering.cast(lowering.load(Operand(operand.value, layout), level), compute_dtype(dtype))

@@ -65,7 +65,6 @@ REDUCTIONS: dict[str, Lowered] = {
     "native_batch_norm": batch_norm.lower_batch_norm,
     "_native_batch_norm_legit": batch_norm.lower_batch_norm,
     "_native_batch_norm_legit_no_training": batch_norm.lower_batch_norm,
-    "native_group_norm_backward": group_norm.lower_group_norm_backward,
     "var": statistics.lower_variance(False, False),
     "std": statistics.lower_variance(True, False),
     "var_mean": statistics.lower_variance(False, True),
@@ -160,6 +159,7 @@ RESULTS: dict[str, Callable[[Node], list[Part]]] = {
 PAIRED: dict[str, Callable[[Node, int, Known], list[Part]]] = {
     "native_batch_norm_backward": batch_norm.lower_batch_norm_backward,
     "native_group_norm": group_norm.lower_group_norm,
+    "native_group_norm_backward": group_norm.lower_group_norm_backward,
     "max_pool2d_with_indices": pooling.lower_max_pool,
     "max_pool2d_with_indices_backward": pooling.lower_max_pool_backward,
 }

@@ -174,7 +174,7 @@ def block(inplace: bool, shortcut: bool = False) -> Any:
         given = [one.detach().requires_grad_() for one in (x, weight, bias)]
         normal = F.batch_norm(given[0], None, None, *given[1:], True, 0.1, 1e-5)
         if shortcut:
-            normal = normal + grad
+            normal = normal + grad.flip(0)
         y = F.relu(normal, inplace=inplace)
         return [y.detach(), *torch.autograd.grad(y, given, grad)]
 
