@@ -271,6 +271,13 @@ def exact(x: Tensor, w: Tensor, b: Tensor, z: Tensor) -> Tensor:
     return F.conv2d(x.double(), w.double(), b.double()).relu()
 
 
+def test_cudnn_adds_none_to_depthwise_convolutions_of_channels_last() -> None:
+    """Which PyTorch's own kernels do in rows: see `test_who_keeps_the_bias`."""
+    recording, told = changed(depthwise, *operands(layout=LAST))
+    assert "its bias is added in the kernel" in told
+    assert_parted(recording)
+
+
 @pytest.mark.parametrize("program, reason", [(depthwise, "depthwise"), (exact, "dtypes"), (no_bias, "not channels_last")])
 def test_who_keeps_the_bias(program: Callable[..., Any], reason: str) -> None:
     recording, told = changed(program, *operands(layout=torch.contiguous_format))

@@ -101,17 +101,26 @@ def other_layouts(g: Tensor, y: Tensor, x: Tensor, w: Tensor) -> list[Tensor]:
 
 
 def depthwise(g: Tensor, y: Tensor, x: Tensor, w: Tensor) -> list[Tensor]:
-    return backward(g * y, torch.cat((x, x), 1), w[:, :1].contiguous(memory_format=LAST), groups=8)
+    return backward(g * y, torch.cat((x, x), 1), w[:, :1].contiguous(), groups=8)
 
 
 def exact(g: Tensor, y: Tensor, x: Tensor, w: Tensor) -> list[Tensor]:
     return backward(g.double() * y, x.double(), w.double())
 
 
-@pytest.mark.parametrize("program, reason", [
-    (by_aten, "not made by a kernel"), (other_layouts, "differ in layout"), (depthwise, "depthwise"), (exact, "dtypes")])
-def test_refusals(program: Callable[..., Any], reason: str) -> None:
-    recording, told = changed(program, *operands())
+def test_the_bias_of_a_depthwise_convolution_of_channels_last() -> None:
+    recording, told = changed(depthwise, *operands())
+    assert "summed in the kernel" in told
+    memory = execute(recording, plan(recording.graph))
+    for index, data in recording.expected.items():
+        torch.testing.assert_close(memory[index].view(torch.float32), data.view(torch.float32), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("program, layout, reason", [
+    (by_aten, LAST, "not made by a kernel"), (other_layouts, LAST, "differ in layout"),
+    (depthwise, torch.contiguous_format, "depthwise"), (exact, LAST, "dtypes")])
+def test_refusals(program: Callable[..., Any], layout: torch.memory_format, reason: str) -> None:
+    recording, told = changed(program, *operands(layout))
     assert reason in told and not any(node.changed for node in recording.graph.nodes)
 
 

@@ -218,14 +218,14 @@ def why_not_parted(node: Node) -> str:
     source, _, bias, *_, transposed, _, groups = node.args
     if bias.layout.size != node.writes[0].layout.size[1:2]:
         return "the bias is no number for each channel"
-    if is_depthwise(source.layout, transposed, groups):
+    if has_own_kernel(source.layout, transposed, groups):
         return "the kernel of depthwise convolutions adds the bias itself"
     return ""
 
 
-def is_depthwise(source: Layout, transposed: bool, groups: int) -> bool:
-    """Does a convolution of ``source`` run in PyTorch's own kernels for a group per channel?"""
-    return 1 < groups == source.size[1] and not transposed
+def has_own_kernel(source: Layout, transposed: bool, groups: int) -> bool:
+    """Does a convolution of ``source`` run in PyTorch's own kernels for a group per channel? Of channels_last ones cuDNN does."""
+    return 1 < groups == source.size[1] and not transposed and (source.is_contiguous or not is_channels_last(source))
 
 
 def aligned(layout: Layout) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from barriers.passes.conv_bias import is_depthwise, why_not_cudnn
+from barriers.passes.conv_bias import has_own_kernel, why_not_cudnn
 from barriers.passes.permuted import is_channels_last
 from ir_nodes import Graph, Node, Write
 from ir_nodes.node import Target
@@ -59,7 +59,7 @@ def why_not(node: Node) -> str:
     reason = why_not_cudnn(node)
     if reason:
         return reason
-    if is_depthwise(source.layout, transposed, groups):
+    if has_own_kernel(source.layout, transposed, groups):
         return "it is that of a depthwise convolution, which has kernels of its own"
     if is_alone(node) and gradient.layout.nbytes < WORTH:
         return "what it sums is small, and not made by a kernel that could do so"
