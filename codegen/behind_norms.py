@@ -123,13 +123,15 @@ def behind(args: dict[str, Any], known: Known, statistics: tuple[str, str]) -> B
     if not settings.enabled("recompute") or not _is_alone(grad.value):
         return plain
     norm = _norm(args, known, statistics)
-    found = _Finder(known, _first(norm) if norm is not None else None)
-    if grad.layout.flipped or not found.is_made_anew(grad.value, _lies(grad.layout)):
-        return plain
-    found.follow(grad.value, 0)
-    if not found.is_cheaper(grad):
-        return plain
-    return Behind(grad, known, found.out, arguments(norm) if norm is not None else {}, frozenset(found.made))
+    for whole in (True, False):
+        found = _Finder(known, _first(norm) if norm is not None else None, whole)
+        if grad.layout.flipped or not found.is_made_anew(grad.value, _lies(grad.layout)):
+            return plain
+        found.follow(grad.value, 0)
+        if found.is_cheaper(grad):
+            made = frozenset(found.made)
+            return Behind(grad, known, found.out, arguments(norm), made) if norm and found.reaches else replace(plain, made=made)
+    return plain
 
 
 def _norm(args: dict[str, Any], known: Known, statistics: tuple[str, str]) -> Node | None:
@@ -160,13 +162,14 @@ def _is_alone(value: Value) -> bool:
 
 
 class _Finder:
-    """Walks from a gradient to the norm that ``out`` is of."""
+    """Walks from a gradient to the norm that ``out`` is of; if ``whole``, also to what the gradient itself was made of."""
 
-    def __init__(self, known: Known, out: Write | None) -> None:
-        self.known, self.out = known, out
+    def __init__(self, known: Known, out: Write | None, whole: bool) -> None:
+        self.known, self.out, self.whole = known, out, whole
         self.made: dict[Value, None] = {}
         self.loaded: dict[tuple[object, ...], tuple[MemAccess, int]] = {}  # and how often more than otherwise
         self.spared: dict[Value, None] = {}  # what forward kept, for others, too
+        self.reaches = False  # is anything made of the norm's result?
 
     def follow(self, value: Value, depth: int, further: bool = False) -> None:
         """Note what makes ``value``, as far back as that is cheap. ``further``: it is made of what forward kept."""
@@ -177,8 +180,9 @@ class _Finder:
             if kept:
                 self.spared[read.value] = None
             if self._is_out(read):
+                self.reaches = True
                 continue
-            if depth < DEEPEST and (leads or alone and self.is_made_anew(read.value, _seen(read))):
+            if depth < DEEPEST and (leads or self.whole and alone and self.is_made_anew(read.value, _seen(read))):
                 self.follow(read.value, depth + 1, further or kept)
             else:
                 before = self.loaded.get(read.key, (read, 2))[1]

@@ -142,3 +142,19 @@ def test_an_input_that_is_overwritten_in_between_is_not_read_again() -> None:
 
     x, grad = (images(True, seed=seed) for seed in (0, 1))
     check(program, x, grad, *numbers(), rtol=1e-3, atol=1e-3)
+
+
+def test_an_activation_is_computed_anew_where_its_gradient_is_a_sum_of_many() -> None:
+    """Which is written once; what the activation was given need not be."""
+
+    def program(x: Tensor, weight: Tensor, bias: Tensor, *grads: Tensor) -> list[Tensor]:
+        given = [one.detach().requires_grad_() for one in (x, weight, bias)]
+        y = F.silu(NORMS["batch"](*given))
+        return list(torch.autograd.grad(y, given, sum(grads[1:], grads[0])))
+
+    x, *grads = (images(True, torch.bfloat16, seed) for seed in range(5))
+    made = check(program, x, *numbers(), *grads, rtol=5e-2, atol=5e-2)
+    sums, elements = large(made, "norm_backward")
+    assert elements[1:] == (2, 1) and not any("silu" in name for name, *_ in large(made, "backward") if "norm" not in name)
+    forward = [one for one in large(made, "norm") if "backward" not in one[0]]
+    assert sum(writes for _, _, writes in forward) == 0, "nobody needs what the norm gave"
