@@ -248,6 +248,14 @@ def test_what_is_channels_last_already_stays() -> None:
     assert not any(node.relaid for node in recording.graph.nodes) and "channels_last in memory" not in told
 
 
+def test_rows_between_images_that_the_program_has_in_channels_last() -> None:
+    """Copies in rows are made for PyTorch's gradients of norms over groups."""
+    last = torch.channels_last
+    recording, _ = changed(lambda x, w: conv(conv(x, w).contiguous().relu().contiguous(memory_format=last), w),
+                           *(one.contiguous(memory_format=last) for one in operands()))
+    assert all(is_channels_last(layout) for node in recording.graph.nodes for _, layout in node.places())
+
+
 @pytest.mark.parametrize("held", ["indices", "values"])
 def test_a_pool_whose_other_tensor_is_held_reads_rows(held: str) -> None:
     """Its kernel would write both in the format of its input."""

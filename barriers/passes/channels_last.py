@@ -22,7 +22,7 @@ from barriers.passes.bridges import GROUP_NORMS, bridge
 from barriers.passes.conv_bias import CONVOLUTION, INDICES, VECTOR, may_round, why_no_cudnn
 from barriers.passes.conv_gradients import BACKWARD
 from barriers.passes.formats import Image, left_in_rows
-from barriers.passes.permuted import Shape, in_rows, permuted, same_either_way
+from barriers.passes.permuted import Shape, in_rows, is_channels_last, permuted, same_either_way
 from ir_nodes import BufferKind, Graph, Layout, Node, Operand, Value, Write, ops
 from ir_nodes.estimate import operations
 from ir_nodes.node import Buffer
@@ -59,6 +59,7 @@ class _Images:
         self.reasons: dict[Buffer, str] = {}  # why a buffer stays in rows; "": it need not
         self.convolutions: dict[Node, None] = {}
         self.chosen: dict[Buffer, None] = {}
+        self.lasting: dict[Buffer, None] = {}  # that the program itself made channels_last
         for node in graph.nodes:
             for value, layout in node.places():
                 self.users.setdefault(value.buffer, {})[node] = None
@@ -83,11 +84,15 @@ class _Images:
             self.settle()
 
     def spread(self) -> None:
-        """Find what convolutions are joined to by ops that take images in whatever format."""
+        """Find what convolutions are joined to by ops that take images in whatever format, also through images that the program
+        has in channels_last."""
         todo = list(self.convolutions)
         while todo:
             for value, layout in todo.pop().places():
                 buffer = value.buffer
+                if buffer not in self.lasting and is_last(value, layout):
+                    self.lasting[buffer] = None
+                    todo += [user for user in self.users[buffer] if user.name not in LAYER_NORMS]
                 if buffer in self.chosen or not self.an_image(value, layout) or self.why_not(buffer):
                     continue
                 self.chosen[buffer] = None
@@ -163,7 +168,8 @@ class _Images:
     def leave_in_rows(self) -> bool:
         """Let images stay in rows that lie between ops that need rows. Were there any?"""
         last = {value.buffer for node in self.convolutions for value, _ in node.places() if self.moves(value.buffer)}
-        users = dict.fromkeys(node for buffer in self.chosen for node in self.users[buffer] if node not in self.convolutions)
+        last.update(self.lasting)
+        users = dict.fromkeys(node for node in self.users_of_images() if node not in self.convolutions)
         left = left_in_rows([found for node in users if len(found := self.images_of(node)) > 1], last)
         for buffer in left:
             del self.chosen[buffer]
@@ -174,7 +180,7 @@ class _Images:
         """The images that ``node`` finds, what it writes first, each once."""
         found: dict[Buffer | None, int] = {}
         for value, layout in (*written(node), *node.places()):
-            if self.moves(value.buffer):
+            if value.buffer in self.lasting or self.moves(value.buffer):
                 found.setdefault(value.buffer, layout.nbytes)
             elif self.stays(value, layout):
                 found[None] = max(found.get(None, 0), layout.nbytes)
@@ -184,48 +190,58 @@ class _Images:
         """Would ``node`` find images in both formats? Single pixels count only where it reads nothing else: their strides then
         choose."""
         def formats(seen: list[Place], pixels: bool = False) -> set[bool]:
-            return {value.buffer in self.chosen for value, layout in seen if len(layout.size) == 4
-                    and (pixels or not same_either_way(layout.size)) and (value.buffer in self.chosen or layout.is_contiguous)}
+            now = self.chosen.keys() | self.lasting.keys()
+            return {value.buffer in now for value, layout in seen if len(layout.size) == 4
+                    and (pixels or not same_either_way(layout.size)) and (value.buffer in now or layout.is_contiguous)}
 
         reads = node.places()[: len(node.reads)]
         return len((formats(reads) or formats(reads, pixels=True)) | formats(written(node))) == 2
 
     def why_not_worth(self) -> str:
         """Why all had better stay in rows; "": it had not."""
-        spared, fast, flops = 0, 0, 0
+        spared, fast, flops, crossed = 0, 0, 0, self.crossing(self.lasting)
         for node in self.convolutions:
             spared += sum(layout.nbytes for value, layout in node.places() if self.moves(value.buffer))
             mine = operations(node)
             flops += mine
             fast += mine if in_vectors(node) else 0
-        if not spared:
+        if not self.chosen or not spared + crossed:
             return "no image between them is the graph's alone"
-        if spared < WORTH:
-            return f"transposing {spared} bytes costs next to nothing"
+        if spared + crossed < WORTH:
+            return f"transposing {spared + crossed} bytes costs next to nothing"
         if 2 * fast <= flops:
             return f"most of them have numbers of channels that are no multiples of {VECTOR} bytes, or groups"
-        if 2 * spared <= self.crossing():  # cuDNN's copies read and write, other kernels only walk another way
+        # cuDNN's copies read and write, other kernels only walk another way
+        if 2 * spared + crossed <= self.crossing({**self.chosen, **self.lasting}):
             return "what would be transposed for their neighbours is more than what would not be for them"
         return ""
 
     def moves(self, buffer: Buffer) -> bool:
         return buffer in self.chosen and not same_either_way(self.shapes[buffer])
 
+    def users_of_images(self) -> dict[Node, None]:
+        return dict.fromkeys(node for buffer in (*self.chosen, *self.lasting) for node in self.users[buffer])
+
     def stays(self, value: Value, layout: Layout) -> bool:
         """Is it an image in rows?"""
         buffer = value.buffer
         return buffer not in self.chosen and self.an_image(value, layout) and not same_either_way(self.shapes[buffer])
 
-    def crossing(self) -> int:
-        """Bytes that other ops would read in one format and write in the other."""
+    def crossing(self, last: dict[Buffer, None]) -> int:
+        """Bytes that other ops would read in one format and write in the other, if these were channels_last."""
         total = 0
-        for node in dict.fromkeys(node for buffer in self.chosen for node in self.users[buffer]):
+        for node in self.users_of_images():
             if node in self.convolutions:
                 continue
-            inside = sum(layout.nbytes for value, layout in node.places() if self.moves(value.buffer))
-            outside = sum(layout.nbytes for value, layout in node.places() if self.stays(value, layout))
-            total += min(inside, outside)
+            images = [(value.buffer in last, layout.nbytes) for value, layout in node.places()
+                      if value.buffer in self.lasting or self.moves(value.buffer) or self.stays(value, layout)]
+            total += min(sum(nbytes for inside, nbytes in images if inside is wanted) for wanted in (True, False))
         return total
+
+
+def is_last(value: Value, layout: Layout) -> bool:
+    """Did the program itself make it a channels_last image?"""
+    return is_channels_last(layout) and layout.covers(value.buffer.nbytes) and not same_either_way(layout.size)
 
 
 def written(node: Node) -> list[Place]:
