@@ -254,6 +254,9 @@ def test_rows_between_images_that_the_program_has_in_channels_last() -> None:
     recording, _ = changed(lambda x, w: conv(conv(x, w).contiguous().relu().contiguous(memory_format=last), w),
                            *(one.contiguous(memory_format=last) for one in operands()))
     assert all(is_channels_last(layout) for node in recording.graph.nodes for _, layout in node.places())
+    _, told = changed(lambda x, w: conv((x.permute(0, 2, 3, 1) * 2).permute(0, 3, 1, 2), w),
+                      *(one.contiguous(memory_format=last) for one in operands()))
+    assert "no image between them" in told, "channels last by name are no rows of images"
 
 
 @pytest.mark.parametrize("held", ["indices", "values"])

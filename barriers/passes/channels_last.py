@@ -22,7 +22,7 @@ from barriers.passes.bridges import GROUP_NORMS, bridge
 from barriers.passes.conv_bias import CONVOLUTION, INDICES, VECTOR, may_round, why_no_cudnn
 from barriers.passes.conv_gradients import BACKWARD
 from barriers.passes.formats import Image, left_in_rows
-from barriers.passes.permuted import Shape, in_rows, is_channels_last, permuted, same_either_way
+from barriers.passes.permuted import Shape, in_rows, is_last, permuted, same_either_way
 from ir_nodes import BufferKind, Graph, Layout, Node, Operand, Value, Write, ops
 from ir_nodes.estimate import operations
 from ir_nodes.node import Buffer
@@ -90,10 +90,10 @@ class _Images:
         while todo:
             for value, layout in todo.pop().places():
                 buffer = value.buffer
-                if buffer not in self.lasting and is_last(value, layout):
+                if buffer not in self.lasting and buffer not in self.chosen and is_last(value, layout):
                     self.lasting[buffer] = None
-                    todo += [user for user in self.users[buffer] if user.name not in LAYER_NORMS]
-                if buffer in self.chosen or not self.an_image(value, layout) or self.why_not(buffer):
+                    todo += [user for user in self.users[buffer] if self.passes_on(user, buffer)]
+                if buffer in self.lasting or buffer in self.chosen or not self.an_image(value, layout) or self.why_not(buffer):
                     continue
                 self.chosen[buffer] = None
                 todo += [user for user in self.users[buffer] if self.passes_on(user, buffer)]
@@ -103,8 +103,9 @@ class _Images:
 
     def passes_on(self, node: Node, buffer: Buffer) -> bool:
         """Does ``node`` take ``buffer`` as images, and may what it makes of them lie as they do?"""
-        seen = (layout for value, layout in node.places() if value.buffer is buffer)
-        return node.name not in LAYER_NORMS and any(in_rows(layout, self.shapes[buffer]) for layout in seen)
+        seen = (place for place in node.places() if place[0].buffer is buffer)
+        return node.name not in LAYER_NORMS and any(
+            is_last(*place) if buffer in self.lasting else in_rows(place[1], self.shapes[buffer]) for place in seen)
 
     def settle(self) -> None:
         """Permute the chosen memory, if that pays."""
@@ -237,11 +238,6 @@ class _Images:
                       if value.buffer in self.lasting or self.moves(value.buffer) or self.stays(value, layout)]
             total += min(sum(nbytes for inside, nbytes in images if inside is wanted) for wanted in (True, False))
         return total
-
-
-def is_last(value: Value, layout: Layout) -> bool:
-    """Did the program itself make it a channels_last image?"""
-    return is_channels_last(layout) and layout.covers(value.buffer.nbytes) and not same_either_way(layout.size)
 
 
 def written(node: Node) -> list[Place]:

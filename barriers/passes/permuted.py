@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
-from ir_nodes import Layout
+from ir_nodes import Layout, Value
 
 Shape = tuple[int, ...]
 
@@ -49,6 +49,11 @@ def is_channels_last(layout: Layout) -> bool:
     """Do the channels of a pixel lie side by side, and pixels behind one another?"""
     return len(layout.size) == 4 and all(size == 1 or step == wanted for size, step, wanted in
                                          zip(layout.size, layout.stride, last_strides(layout.size)))
+
+
+def is_last(value: Value, layout: Layout) -> bool:
+    """Is ``value``, seen through ``layout``, an image that lies in channels_last and not in rows?"""
+    return is_channels_last(layout) and layout.covers(value.buffer.nbytes) and not same_either_way(layout.size)
 
 
 def last_strides(shape: Shape) -> Shape:
