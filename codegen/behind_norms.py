@@ -106,11 +106,12 @@ class _Maker:
         access = instr.access
         if instr.kind != "load" or access is None:
             return None
-        if access.value in self.behind.made:
+        if access.value in self.behind.made and _stored(self.behind.known.parts[access.value]) == [_seen(access)]:
             return self.part(self.behind.known.parts[access.value])
-        if self.behind.out is None or access.value is not self.behind.out.value:
+        if not _sees_all(access, self.behind.out):
             return self.lowering.add(replace(instr, args=()))
         if self.out is None:
+            assert self.behind.out is not None
             self.out = self.lowering.cast(self.normal(), self.behind.out.layout.dtype)
         return self.out
 
@@ -175,11 +176,11 @@ class _Finder:
         """Note what makes ``value``, as far back as that is cheap. ``further``: it is made of what forward kept."""
         self.made[value] = None
         for read in _loads(self.known.parts[value]):
-            leads, alone = self._is_out(read) or self._leads(read, depth + 1), _is_alone(read.value)
+            leads, alone = _sees_all(read, self.out) or self._leads(read, depth + 1), _is_alone(read.value)
             kept = leads and not alone and not further
             if kept:
                 self.spared[read.value] = None
-            if self._is_out(read):
+            if _sees_all(read, self.out):
                 self.reaches = True
                 continue
             if depth < DEEPEST and (leads or self.whole and alone and self.is_made_anew(read.value, _seen(read))):
@@ -194,8 +195,7 @@ class _Finder:
         if part is None:
             return False
         plain = all(one.kind in _PLAIN and _POWER not in one.text or one.kind == "load" and not one.args for one in part.instrs)
-        stores = [_seen(one.access) for one in part.instrs if one.kind == "store" and one.access is not None]
-        return plain and stores == [seen]
+        return plain and _stored(part) == [seen]
 
     def is_cheaper(self, grad: Operand) -> bool:
         """Two kernels would read it all. Otherwise the first reads the gradient's part of it and what forward kept, and writes
@@ -208,10 +208,16 @@ class _Finder:
     def _leads(self, access: MemAccess, depth: int) -> bool:
         """Is what ``access`` reads made of the norm's result?"""
         return depth <= DEEPEST and self.is_made_anew(access.value, _seen(access)) and any(
-            self._is_out(read) or self._leads(read, depth + 1) for read in _loads(self.known.parts[access.value]))
+            _sees_all(read, self.out) or self._leads(read, depth + 1) for read in _loads(self.known.parts[access.value]))
 
-    def _is_out(self, access: MemAccess) -> bool:
-        return self.out is not None and access.value is self.out.value and _lies(self.out.layout) == _seen(access)
+
+def _sees_all(access: MemAccess, out: Write | None) -> bool:
+    """Does ``access`` read what a norm has written, element after element?"""
+    return out is not None and access.value is out.value and _lies(out.layout) == _seen(access)
+
+
+def _stored(part: Part) -> list[Lies]:
+    return [_seen(one.access) for one in part.instrs if one.kind == "store" and one.access is not None]
 
 
 def _loads(part: Part) -> list[MemAccess]:

@@ -158,3 +158,15 @@ def test_an_activation_is_computed_anew_where_its_gradient_is_a_sum_of_many() ->
     assert elements[1:] == (2, 1) and not any("silu" in name for name, *_ in large(made, "backward") if "norm" not in name)
     forward = [one for one in large(made, "norm") if "backward" not in one[0]]
     assert sum(writes for _, _, writes in forward) == 0, "nobody needs what the norm gave"
+
+
+def test_the_norms_result_is_also_read_the_other_way() -> None:
+    """Of a square, turned: that element is another than the one at hand."""
+
+    def program(x: Tensor, grad: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
+        normal, mean, scale = torch.ops.aten.native_batch_norm(x, weight, bias, None, None, True, 0.1, 1e-5)
+        passed = torch.ops.aten.threshold_backward(grad * normal.t(), normal, 0)
+        return list(torch.ops.aten.native_batch_norm_backward(passed, x, weight, None, None, mean, scale, True, 1e-5, [True] * 3))
+
+    x, grad = (images(False, seed=seed)[0, 0, :16, :16].contiguous() for seed in (0, 1))
+    check(program, x, grad, *numbers(), rtol=1e-3, atol=1e-3)
