@@ -16,7 +16,7 @@ from codegen.instructions import Instr
 from codegen.lowering import Lowering
 from codegen.source_args import SMALL
 
-_STEP = re.compile(r"\{0\} (\+|-|\*|//) (\d+)")
+_STEP = re.compile(r"\{0\} (\+|-|\*|//|%) (\d+)")
 _DO: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul, "//": operator.floordiv}
 """None of them reverses an order, as their numbers are not negative."""
 
@@ -34,6 +34,11 @@ def times(lowering: Lowering, index: Instr, number: int) -> Instr:
 def over(lowering: Lowering, index: Instr, number: int) -> Instr:
     """``index`` // ``number``."""
     return _with(lowering, index, "//", number) if number != 1 else index
+
+
+def rest(lowering: Lowering, index: Instr, number: int) -> Instr:
+    """``index`` % ``number``; the index is not negative."""
+    return _with(lowering, index, "%", number)
 
 
 def _with(lowering: Lowering, index: Instr, sign: str, number: int) -> Instr:
@@ -58,6 +63,8 @@ def span(index: Step) -> tuple[int, int] | None:
     known = span(index.args[0]) if found is not None else None
     if found is None or known is None:
         return None
+    if found[1] == "%":
+        return 0, int(found[2]) - 1
     low, high = (_DO[found[1]](end, int(found[2])) for end in known)
     return low, high
 

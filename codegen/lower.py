@@ -29,6 +29,7 @@ from codegen import (
     scattering,
     softmax,
     statistics,
+    unfolding,
 )
 from codegen.expressions import Unsupported
 from codegen.foreach import PREFIX, lower_foreach
@@ -143,6 +144,7 @@ PLACED: dict[str, Callable[[Node], list[Part]]] = {
     **average_pooling.GRADIENTS,
     **interpolation.RESIZES,
     **reflections.PADS,
+    **unfolding.LOWERED,
 }
 """Ops whose elements depend on where they stand."""
 

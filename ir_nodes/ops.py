@@ -58,7 +58,7 @@ _KINDS: dict[str, str] = {
         """,
     "pool": """
         _adaptive_avg_pool2d _adaptive_avg_pool2d_backward adaptive_max_pool2d adaptive_max_pool2d_backward avg_pool2d
-        avg_pool2d_backward max_pool2d_with_indices max_pool2d_with_indices_backward
+        avg_pool2d_backward col2im im2col max_pool2d_with_indices max_pool2d_with_indices_backward unfold_backward
         """,
     "gather": "embedding gather index index_select take",
     "scatter": """
