@@ -9,6 +9,7 @@ import torch
 from barriers.pipeline import run_passes
 from ir_nodes import Graph, printer
 from lazy_backend import core
+from lazy_backend.layouts import parts
 from lazy_backend.trace import to_graph
 
 Tensors = torch.Tensor | Iterable[torch.Tensor]
@@ -23,7 +24,9 @@ def graph(tensors: Tensors) -> Graph:
     devices = {t.device for t in every}
     if len(devices) != 1 or next(iter(devices)).type != "lazysched":
         raise ValueError(f"expected lazysched tensors of one device, got {sorted(map(str, devices)) or 'none'}")
-    return run_passes(to_graph(core.get().trace_for(every, next(iter(devices)).index)))[0]
+    device = devices.pop()
+    held = [part for one in every for part in parts(one) if part.device == device]
+    return run_passes(to_graph(core.get().trace_for(held, device.index)))[0]
 
 
 def text(tensors: Tensors) -> str:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 from types import ModuleType
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lazy_backend import core
 
@@ -134,12 +135,8 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
         return torch.ops.aten._sparse_coo_tensor_unsafe(tensor._indices().to(device), tensor._values().to(device), tensor.shape,
                                                is_coalesced=tensor.is_coalesced())
     if tensor.layout in _COMPRESSED:
-        by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
-        plain = tensor.crow_indices() if by_row else tensor.ccol_indices()
-        other = tensor.col_indices() if by_row else tensor.row_indices()
         return torch.ops.aten._sparse_compressed_tensor_unsafe(
-            plain.to(device), other.to(device), tensor.values().to(device), tensor.shape, dtype=tensor.dtype,
-            layout=tensor.layout, device=device)  # fmt: skip
+            *(part.to(device) for part in parts(tensor)), tensor.shape, dtype=tensor.dtype, layout=tensor.layout, device=device)
     raise NotImplementedError(f"lazysched holds no tensors of layout {tensor.layout}; call .cpu() on the arguments first")
 
 
@@ -208,6 +205,24 @@ def _composite(source: str) -> list[str]:
 
 
 _libraries: list[torch.library.Library] = []  # a registration lasts as long as its library
+
+
+def parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors with memory of their own that one is made of: itself, a nested one's values, a sparse one's indices and values,
+    what a subclass wraps."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+            yield from parts(getattr(tensor, name))
+    elif tensor.is_nested:
+        yield tensor.values()
+    elif tensor.layout is torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())
+    elif tensor.layout in _COMPRESSED:
+        by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+        yield from (tensor.crow_indices(), tensor.col_indices()) if by_row else (tensor.ccol_indices(), tensor.row_indices())
+        yield tensor.values()
+    else:
+        yield tensor
 
 
 def install(_: ModuleType) -> None:

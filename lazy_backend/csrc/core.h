@@ -64,7 +64,7 @@ using BufferPtr = c10::intrusive_ptr<Buffer>;
 
 // The data pointer, not its context: torch.save wraps the address of a storage in another storage without an owner.
 inline Buffer* buffer_of(const c10::Storage& s) {
-  auto* b = static_cast<Buffer*>(s.data_ptr().get());
+  auto* b = s ? static_cast<Buffer*>(s.data_ptr().get()) : nullptr;  // none of a sparse tensor
   TORCH_CHECK(b, "lazysched: this storage was not made by the lazysched allocator");
   return b;
 }
