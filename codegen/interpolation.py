@@ -1,4 +1,4 @@
-"""Lowers resizing of images: nearest with its gradient, and bilinear. Imports torch, `ir_nodes` and codegen's lowering modules.
+"""Lowers resizing of images to the nearest elements, with its gradient. Imports torch, `ir_nodes` and codegen's lowering modules.
 
 Places are computed in float32, as ATen's kernels do, or results would be other elements at some sizes.
 """
@@ -27,7 +27,7 @@ Resized = tuple[int, int, int, Any]
 _SCALES = {1: ("scales",), 2: ("scales_h", "scales_w"), 3: ("scales_d", "scales_h", "scales_w")}
 
 
-def _resized(node: Node, name: str) -> tuple[dict[str, Any], Operand, Lowering, list[Resized]]:
+def resized(node: Node, name: str) -> tuple[dict[str, Any], Operand, Lowering, list[Resized]]:
     """Arguments, the tensor ``name``, a lowering over the result, and the resized dimensions. Raises Unsupported."""
     args = arguments(node)
     source = operand_of(args[name])
@@ -40,7 +40,7 @@ def _resized(node: Node, name: str) -> tuple[dict[str, Any], Operand, Lowering, 
                                     zip(dims, factors)]
 
 
-def _step(lowering: Lowering, extent: int, results: int, factor: Any) -> Instr:
+def step_of(lowering: Lowering, extent: int, results: int, factor: Any) -> Instr:
     """How far neighbours of the result are apart among what there is: what the user's factor says, or the sizes."""
     if factor is None:
         return divide(lowering, lowering.size(extent), lowering.size(results))
@@ -71,7 +71,7 @@ def lower_nearest(shift: float) -> Callable[[Node], list[Part]]:
     """upsample_nearest and, with a ``shift`` of half an element, _upsample_nearest_exact: the element that each lies in."""
 
     def lower(node: Node) -> list[Part]:
-        _, source, lowering, dims = _resized(node, "self")
+        _, source, lowering, dims = resized(node, "self")
         if times := _all_times(dims, shift):
             write = node.writes[0]
             lowering = Lowering(node, in_runs(write.layout, times).size)
@@ -80,7 +80,7 @@ def lower_nearest(shift: float) -> Callable[[Node], list[Part]]:
             return [lowering.part]
         places = {}
         for dim, extent, results, factor in dims:
-            numbers = lowering.coord(dim), _step(lowering, extent, results, factor), lowering.size(extent - 1, torch.int32)
+            numbers = lowering.coord(dim), step_of(lowering, extent, results, factor), lowering.size(extent - 1, torch.int32)
             text = f"tl.minimum((({{0}}.to(tl.float32) + {shift}) * {{1}}).to(tl.int32), {{2}})"
             places[dim] = lowering.expr(text, *numbers, dtype=torch.int32)
         lowering.write(0, lowering.take_at(source, places))
@@ -93,7 +93,7 @@ def lower_nearest_backward(shift: float) -> Callable[[Node, Known], list[Part]]:
     """The sums of the gradients of all that took an element."""
 
     def lower(node: Node, known: Known) -> list[Part]:
-        _, grad, lowering, dims = _resized(node, "grad_output")
+        _, grad, lowering, dims = resized(node, "grad_output")
         times = _all_times([(dim, extent, results, factor) for dim, results, extent, factor in dims], shift)
         if times:
             return sums_of_runs(node, known, grad, times, MOST_WINDOWS)
@@ -119,42 +119,9 @@ def _takers(lowering: Lowering, dim: int, results: int, extent: int, factor: Any
     return [(place, lowering.expr("({0} < {1})", place, end, dtype=torch.bool)) for place in places]
 
 
-def lower_bilinear(node: Node) -> list[Part]:
-    """upsample_bilinear2d: from the four elements around."""
-    args, source, lowering, dims = _resized(node, "self")
-    if len(dims) != 2:
-        raise Unsupported("an image of other than two dimensions")
-    rows, columns = (_around(lowering, *one, bool(args["align_corners"])) for one in dims)
-    mixed = []
-    for row in rows[:2]:
-        near, far = (lowering.take_at(source, {2: row, 3: column}) for column in columns[:2])
-        mixed.append(_mix(lowering, near, far, columns[2]))
-    lowering.write(0, _mix(lowering, *mixed, rows[2]))
-    return [lowering.part]
-
-
-def _mix(lowering: Lowering, near: Instr, far: Instr, share: Instr) -> Instr:
-    return lowering.expr("(1.0 - {2}) * {0} + {2} * {1}", near, far, share, dtype=near.dtype)
-
-
-def _around(lowering: Lowering, dim: int, extent: int, results: int, factor: Any, corners: bool) -> tuple[Instr, Instr, Instr]:
-    """Along a dimension the element before, the one behind, and the share of the latter."""
-    place = lowering.expr("{0}.to(tl.float32)", lowering.coord(dim), dtype=torch.float32)
-    if corners:
-        step = divide(lowering, lowering.size(extent - 1 if results > 1 else 0), lowering.size(max(results - 1, 1)))
-        place = lowering.expr("{0} * {1}", place, step, dtype=torch.float32)
-    else:
-        step = _step(lowering, extent, results, factor)
-        place = lowering.expr("tl.maximum({1} * ({0} + 0.5) - 0.5, 0.0)", place, step, dtype=torch.float32)
-    before = lowering.expr("{0}.to(tl.int32)", place, dtype=torch.int32)
-    behind = lowering.expr("tl.minimum({0} + 1, {1})", before, lowering.size(extent - 1, torch.int32), dtype=torch.int32)
-    return before, behind, lowering.expr("{0} - {1}.to(tl.float32)", place, before, dtype=torch.float32)
-
-
 RESIZES = {
     **{f"upsample_nearest{rank}d": lower_nearest(0.0) for rank in (1, 2, 3)},
     **{f"_upsample_nearest_exact{rank}d": lower_nearest(0.5) for rank in (1, 2, 3)},
-    "upsample_bilinear2d": lower_bilinear,
 }
 """Keyed by `ir_nodes.node.Node.name`."""
 

@@ -15,6 +15,7 @@ from codegen import (
     indexing,
     interpolation,
     joining,
+    linear_resizing,
     losses,
     normalisation,
     one_of_each,
@@ -143,6 +144,7 @@ PLACED: dict[str, Callable[[Node], list[Part]]] = {
     "pixel_unshuffle": positions.lower_pixel_unshuffle,
     **average_pooling.GRADIENTS,
     **interpolation.RESIZES,
+    **linear_resizing.RESIZES,
     **reflections.PADS,
     **unfolding.LOWERED,
 }
@@ -164,8 +166,9 @@ PAIRED: dict[str, Callable[[Node, int, Known], list[Part]]] = {
     "native_group_norm_backward": group_norm.lower_group_norm_backward,
     "max_pool2d_with_indices": pooling.lower_max_pool,
     "max_pool2d_with_indices_backward": pooling.lower_max_pool_backward,
+    **linear_resizing.GRADIENTS,
 }
-"""Ops of forward and backward that know of each other, and one that knows what made its input."""
+"""Ops of forward and backward that know of each other, and such as take several parts."""
 
 
 def lower(node: Node, scratch: int, tuning: Tuning = HOPPER, known: Known | None = None) -> list[Part]:

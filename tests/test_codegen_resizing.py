@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from graphs import check, kernels, record
 
+import lazy_backend
 from codegen.fuse import lower_all
+from ir_nodes import settings
 
 Tensor = torch.Tensor
 
@@ -24,7 +26,7 @@ def with_gradient(program: Callable[[Tensor], Tensor]) -> Callable[[Tensor], tup
     def both(x: Tensor) -> tuple[Tensor, Tensor]:
         x = x.detach().requires_grad_()
         result = program(x)
-        weights = torch.arange(result.numel()).remainder(7).to(result.dtype).view(result.shape)
+        weights = torch.arange(result.numel(), device=x.device).remainder(7).to(result.dtype).view(result.shape)
         return result.detach(), torch.autograd.grad(result, x, weights)[0]
 
     return both
@@ -99,17 +101,58 @@ def test_nearest_of_other_ranks() -> None:
     check(with_gradient(NEAREST["twice"]), image(2, 8, 5, 6).to(memory_format=torch.channels_last), rtol=1e-5, atol=1e-5)
 
 
+LINEAR = {3: "linear", 4: "bilinear", 5: "trilinear"}
+
+
 @pytest.mark.parametrize("corners", [False, True])
-@pytest.mark.parametrize("size", [(18, 20), (13, 4), (1, 1), (9, 10)])
+@pytest.mark.parametrize("size", [(18, 20), (13, 4), (1, 1), (9, 10), (36, 37), (27, 100)])
 def test_bilinear(corners: bool, size: tuple[int, int]) -> None:
-    check(lambda x: F.interpolate(x, size, mode="bilinear", align_corners=corners), image(2, 3, 9, 10), count=1,
-          rtol=1e-5, atol=1e-5)
+    def program(x: Tensor) -> Tensor:
+        return F.interpolate(x, size, mode="bilinear", align_corners=corners)
+
+    check(program, image(2, 3, 9, 10), count=1, rtol=1e-5, atol=1e-5)
+    check(with_gradient(program), image(2, 3, 9, 10), extern=0, rtol=1e-5, atol=2e-5)
 
 
-def test_bilinear_by_a_factor() -> None:
-    check(lambda x: F.interpolate(x, scale_factor=1.7, mode="bilinear"), image(2, 3, 9, 10), count=1, rtol=1e-5, atol=1e-5)
-    check(lambda x: F.interpolate(x, scale_factor=2, mode="bilinear") * 2, image(2, 3, 5, 6, dtype=torch.bfloat16), count=1,
-          rtol=2e-2, atol=2e-2)
+@pytest.mark.parametrize("factor", [1.7, 2, 0.4, 3, 4])
+def test_bilinear_by_a_factor(factor: float) -> None:
+    def program(x: Tensor) -> Tensor:
+        return F.interpolate(x, scale_factor=factor, mode="bilinear")
+
+    check(program, image(2, 3, 9, 10), count=1, rtol=1e-5, atol=1e-5)
+    check(lambda x: program(x) * 2, image(2, 3, 5, 6, dtype=torch.bfloat16), count=1, rtol=2e-2, atol=2e-2)
+    x = image(2, 3, 9, 10)
+    with settings.override(engine="triton"):  # which knows the factor, as no graph of `check` does
+        found = with_gradient(program)(x.to("lazysched"))
+        assert "aten::upsample" not in str(lazy_backend.explain(found))
+        for one, other in zip(found, with_gradient(program)(x)):
+            torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=2e-5)
+
+
+def test_the_gradient_by_an_unknown_factor_stays_with_aten() -> None:
+    made = check(with_gradient(lambda x: F.interpolate(x, scale_factor=1.7, mode="bilinear")), image(2, 3, 9, 10), extern=1)
+    assert "known only when the kernel runs" in next(step.reason for step in made.steps if hasattr(step, "reason"))
+
+
+@pytest.mark.parametrize("corners", [False, True])
+def test_linear_of_other_ranks(corners: bool) -> None:
+    for x, size in ((image(2, 3, 9), (17,)), (image(1, 2, 3, 4, 5), (4, 8, 7)), (image(2, 1, 1), (5,)),
+                    (image(2, 8, 5, 6).to(memory_format=torch.channels_last), (20, 21))):
+        program = lambda x: F.interpolate(x, size, mode=LINEAR[x.dim()], align_corners=corners)  # noqa: E731, B023
+        check(with_gradient(program), x, extern=0, rtol=1e-5, atol=2e-5)
+
+
+def test_many_results_of_an_element_are_summed_along_one_dimension_after_the_other() -> None:
+    def program(grad: Tensor) -> Tensor:
+        return torch.ops.aten.upsample_bilinear2d_backward(grad, [36, 40], [2, 8, 9, 10], False)
+
+    made = check(program, image(2, 8, 36, 40).to(memory_format=torch.channels_last), count=2, rtol=1e-5, atol=2e-5)
+    assert max(step.kernel.source.count("tl.load") for step in kernels(made)) <= 9
+
+
+def test_very_many_results_stay_with_aten() -> None:
+    made = check(lambda grad: torch.ops.aten.upsample_linear1d_backward(grad, [99], [1, 1, 3], False), image(1, 1, 99), extern=1)
+    assert "more than 40 results" in made.steps[0].reason  # type: ignore[union-attr]
 
 
 def test_padding_at_edges() -> None:
