@@ -16,7 +16,7 @@ from codegen.bounds import add, times
 from codegen.expressions import Unsupported
 from codegen.instructions import Instr, Part
 from codegen.lowering import Lowering, arguments
-from codegen.pooling import MOST_TAPS, MOST_WINDOWS, Axis, Place, axes_of, elements, sum_at, windows
+from codegen.pooling import MOST_TAPS, MOST_WINDOWS, Axis, Place, axes_of, elements, rank_of, sum_at, windows
 from codegen.promotion import compute_dtype
 from codegen.pulled import Known
 from codegen.reductions import divide, operand_of
@@ -49,17 +49,16 @@ def _checked(node: Node, name: str) -> tuple[dict[str, Any], Operand]:
 
 
 def lower_average_pool(node: Node, known: Known) -> list[Part]:
-    """avg_pool2d: the windows' sums over how many elements each counts."""
+    """avg_pool2d, avg_pool3d: the windows' sums over how many elements each counts."""
     args, source = _checked(node, "self")
-    axes = axes_of(args)
-    sizes, results = _side_by_side(axes), node.writes[0].layout.size[-2:]
-    if sizes and all(size * count <= extent for size, count, extent in zip(sizes, results, source.layout.size[-2:])):
+    axes = axes_of(args, rank_of(node))
+    sizes, results, extents = _side_by_side(axes), node.writes[0].layout.size[-len(axes) :], source.layout.size[-len(axes) :]
+    if sizes and all(size * count <= extent for size, count, extent in zip(sizes, results, extents)):
         return _sums_of_whole(node, known, source, sizes, [_rule(args).always or math.prod(sizes)])
-    if axes[0].kernel * axes[1].kernel > MOST_TAPS:
+    if math.prod(axis.kernel for axis in axes) > MOST_TAPS:
         raise Unsupported(f"a window of more than {MOST_TAPS} elements")
     lowering = Lowering(node, node.writes[0].layout.size)
-    dims = (len(lowering.shape) - 2, len(lowering.shape) - 1)
-    extents = source.layout.size[-2:]
+    dims = range(len(lowering.shape) - len(axes), len(lowering.shape))
     total = sum_at(lowering, source, {dim: [(place, None) for place in elements(lowering, axis, dim)]
                                       for axis, dim in zip(axes, dims)})  # zero beside the input
     counts = [_count(lowering, axis, lowering.coord(dim), lowering.shape[dim], extent, _rule(args))
@@ -69,17 +68,19 @@ def lower_average_pool(node: Node, known: Known) -> list[Part]:
 
 
 def lower_average_pool_backward(node: Node) -> list[Part]:
-    """avg_pool2d_backward: the shares in the gradients of those windows that an element lies in."""
+    """avg_pool2d_backward and that of boxes: the shares in the gradients of those windows that an element lies in."""
     args, grad = _checked(node, "grad_output")
-    axes, rule = axes_of(args), _rule(args)
+    axes, rule = axes_of(args, rank_of(node)), _rule(args)
+    rank, results = len(axes), grad.layout.size[-len(axes) :]
     sizes = _side_by_side(axes)
-    if sizes and node.writes[0].layout.size[-2:] == tuple(map(math.prod, zip(sizes, grad.layout.size[-2:]))):
+    if sizes and node.writes[0].layout.size[-rank:] == tuple(map(math.prod, zip(sizes, results))):
         return _shares_of_whole(node, grad, sizes, [rule.always or math.prod(sizes)])
-    if axes[0].windows * axes[1].windows > MOST_WINDOWS:
+    if math.prod(axis.windows for axis in axes) > MOST_WINDOWS:
         raise Unsupported(f"elements that lie in more than {MOST_WINDOWS} windows")
     lowering = Lowering(node, node.writes[0].layout.size)
-    rank, places, counts = len(lowering.shape), {}, []
-    for axis, dim, extent, count in zip(axes, (rank - 2, rank - 1), lowering.shape[-2:], grad.layout.size[-2:]):
+    places, counts = {}, []
+    dims = range(len(lowering.shape) - rank, len(lowering.shape))
+    for axis, dim, extent, count in zip(axes, dims, lowering.shape[-rank:], results):
         found = windows(lowering, axis, lowering.coord(dim))
         places[dim] = [(window, _reaches(lowering, axis, window, lowering.coord(dim))) for window in found]
         counts.append([_count(lowering, axis, window, count, extent, rule) for window in found])
@@ -153,44 +154,48 @@ def _averaged(lowering: Lowering, total: Instr, counts: Sequence[Instr], rule: R
     lies in there are fewer so, and no division branches."""
     if rule.always is not None:
         return divide(lowering, total, lowering.read(rule.always, total.dtype))
-    down, along = (lowering.cast(count, total.dtype) for count in counts)
+    held = [lowering.cast(count, total.dtype) for count in counts]
+    product = " * ".join(f"{{{number}}}" for number in range(len(held)))
     if total.dtype is not torch.float32:
-        return divide(lowering, total, lowering.expr("{0} * {1}", down, along, dtype=total.dtype))
-    parts = [lowering.expr("libdevice.fast_dividef(1.0, {0})", count, dtype=total.dtype) for count in (down, along)]
-    return lowering.expr("_share({0}, {1} * {2}, {3} * {4})", total, down, along, *parts, dtype=total.dtype)
+        return divide(lowering, total, lowering.expr(product, *held, dtype=total.dtype))
+    parts = [lowering.expr("libdevice.fast_dividef(1.0, {0})", count, dtype=total.dtype) for count in held]
+    products = [" * ".join(f"{{{first + number}}}" for number in range(len(held))) for first in (1, 1 + len(held))]
+    return lowering.expr(f"_share({{0}}, {', '.join(products)})", total, *held, *parts, dtype=total.dtype)
 
 
 # Windows that cut a dimension in so many shares
 
 
 def lower_adaptive_pool(node: Node, known: Known) -> list[Part]:
-    """_adaptive_avg_pool2d: averages of as many windows as there are results."""
+    """_adaptive_avg_pool2d and that of boxes: averages of as many windows as there are results."""
     _, source = _checked(node, "self")
-    sizes = _shares_alike(source.layout.size[-2:], node.writes[0].layout.size[-2:])
+    rank = rank_of(node)
+    sizes = _shares_alike(source.layout.size[-rank:], node.writes[0].layout.size[-rank:])
     if sizes:
         return _sums_of_whole(node, known, source, sizes, sizes)
     lowering = Lowering(node, node.writes[0].layout.size)
-    rank, places, counts = len(lowering.shape), {}, []
-    for dim, extent in zip((rank - 2, rank - 1), source.layout.size[-2:]):
+    places, counts = {}, []
+    for dim, extent in enumerate(source.layout.size[-rank:], len(lowering.shape) - rank):
         begin, end = _share_of(lowering, lowering.coord(dim), extent, lowering.shape[dim])
         places[dim] = _from(lowering, begin, end, _longest(extent, lowering.shape[dim]), MOST_TAPS)
         counts.append(_held(lowering, "{1} - {0}", (begin, end), source))
     if math.prod(map(len, places.values())) > MOST_TAPS:
         raise Unsupported(f"a window of more than {MOST_TAPS} elements")
     total = sum_at(lowering, source, places)
-    lowering.write(0, divide(lowering, divide(lowering, total, counts[0]), counts[1]))
+    lowering.write(0, _divided_by(lowering, total, counts))
     return [lowering.part]
 
 
 def lower_adaptive_pool_backward(node: Node) -> list[Part]:
-    """_adaptive_avg_pool2d_backward: the shares in the gradients of those windows that an element lies in."""
+    """_adaptive_avg_pool2d_backward and that of boxes: the shares in the gradients of those windows that an element lies in."""
     _, grad = _checked(node, "grad_output")
-    sizes = _shares_alike(node.writes[0].layout.size[-2:], grad.layout.size[-2:])
+    rank = rank_of(node)
+    sizes = _shares_alike(node.writes[0].layout.size[-rank:], grad.layout.size[-rank:])
     if sizes:
         return _shares_of_whole(node, grad, sizes, sizes[::-1])
     lowering = Lowering(node, node.writes[0].layout.size)
-    rank, places, counts = len(lowering.shape), {}, []
-    for dim, results in zip((rank - 2, rank - 1), grad.layout.size[-2:]):
+    places, counts = {}, []
+    for dim, results in enumerate(grad.layout.size[-rank:], len(lowering.shape) - rank):
         extent = lowering.shape[dim]
         first, end = _share_of(lowering, lowering.coord(dim), results, extent)
         found = _from(lowering, first, end, _longest(results, extent), MOST_WINDOWS)
@@ -201,11 +206,16 @@ def lower_adaptive_pool_backward(node: Node) -> list[Part]:
         raise Unsupported(f"elements that lie in more than {MOST_WINDOWS} windows")
 
     def share(value: Instr, numbers: tuple[int, ...]) -> Instr:
-        down, along = numbers
-        return divide(lowering, divide(lowering, value, counts[1][along]), counts[0][down])
+        return _divided_by(lowering, value, [some[number] for some, number in zip(counts, numbers)][::-1])
 
     lowering.write(0, sum_at(lowering, grad, places, share))
     return [lowering.part]
+
+
+def _divided_by(lowering: Lowering, value: Instr, counts: Sequence[Instr]) -> Instr:
+    for count in counts:
+        value = divide(lowering, value, count)
+    return value
 
 
 def _shares_alike(extents: Sequence[int], results: Sequence[int]) -> list[int]:
@@ -238,6 +248,12 @@ def _from(lowering: Lowering, begin: Instr, end: Instr, longest: int, most: int)
     return [(place, lowering.expr("({0} < {1})", place, end, dtype=torch.bool)) for place in places]
 
 
-POOLS = {"avg_pool2d": lower_average_pool, "_adaptive_avg_pool2d": lower_adaptive_pool}
-GRADIENTS = {"avg_pool2d_backward": lower_average_pool_backward, "_adaptive_avg_pool2d_backward": lower_adaptive_pool_backward}
+POOLS = {
+    **dict.fromkeys(("avg_pool2d", "avg_pool3d"), lower_average_pool),
+    **dict.fromkeys(("_adaptive_avg_pool2d", "_adaptive_avg_pool3d"), lower_adaptive_pool),
+}
+GRADIENTS = {
+    **dict.fromkeys(("avg_pool2d_backward", "avg_pool3d_backward"), lower_average_pool_backward),
+    **dict.fromkeys(("_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward"), lower_adaptive_pool_backward),
+}
 """Keyed by `ir_nodes.node.Node.name`."""

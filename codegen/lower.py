@@ -164,8 +164,7 @@ PAIRED: dict[str, Callable[[Node, int, Known], list[Part]]] = {
     "native_batch_norm_backward": batch_norm.lower_batch_norm_backward,
     "native_group_norm": group_norm.lower_group_norm,
     "native_group_norm_backward": group_norm.lower_group_norm_backward,
-    "max_pool2d_with_indices": pooling.lower_max_pool,
-    "max_pool2d_with_indices_backward": pooling.lower_max_pool_backward,
+    **pooling.POOLS,
     **linear_resizing.GRADIENTS,
 }
 """Ops of forward and backward that know of each other, and such as take several parts."""

@@ -8,6 +8,8 @@ gradient needs no atomics, and sums in one order.
 from __future__ import annotations
 
 import itertools
+import math
+import operator
 from dataclasses import dataclass, replace
 from typing import Any, Callable, Mapping, Sequence
 
@@ -24,7 +26,7 @@ from ir_nodes import settings
 from ir_nodes.layout import Layout
 from ir_nodes.node import Node, Operand, Write
 
-MOST_TAPS, MOST_WINDOWS = 25, 16
+MOST_TAPS, MOST_WINDOWS = 27, 27
 """Larger windows, and elements that lie in more of them, would be long kernels."""
 
 Place = tuple[Instr, Instr | None]
@@ -48,21 +50,28 @@ class Axis:
         return (self.kernel - 1) * self.dilation // self.stride + 1
 
 
-def axes_of(args: dict[str, Any]) -> list[Axis]:
-    def pair(name: str) -> Sequence[int]:
+def axes_of(args: dict[str, Any], rank: int = 2) -> list[Axis]:
+    """Of planes, or of boxes where ``rank`` is 3."""
+
+    def each(name: str) -> Sequence[int]:
         value = args.get(name)
         value = (value,) if isinstance(value, int) else tuple(value or ())
-        return value * 2 if len(value) == 1 else value
+        return value * rank if len(value) == 1 else value
 
-    kernel = pair("kernel_size")
-    stride = pair("stride") or kernel
-    return [Axis(*each) for each in zip(kernel, stride, pair("padding") or (0, 0), pair("dilation") or (1, 1))]
+    kernel = each("kernel_size")
+    stride = each("stride") or kernel
+    return [Axis(*one) for one in zip(kernel, stride, each("padding") or (0,) * rank, each("dilation") or (1,) * rank)]
 
 
-def take(lowering: Lowering, operand: Operand, row: Instr, column: Instr) -> Instr:
-    """The operand's element at this row and column of each plane; zero outside of it."""
-    rank = len(operand.layout.size)
-    return lowering.take_at(operand, {rank - 2: row, rank - 1: column})
+def rank_of(node: Node) -> int:
+    """How many dimensions the windows of an op such as "avg_pool3d" have."""
+    return 3 if "3d" in node.name else 2
+
+
+def take(lowering: Lowering, operand: Operand, places: Sequence[Instr]) -> Instr:
+    """The operand's element at these places along its last dimensions; zero outside of it."""
+    first = len(operand.layout.size) - len(places)
+    return lowering.take_at(operand, dict(enumerate(places, first)))
 
 
 def sum_at(lowering: Lowering, source: Operand, places: Mapping[int, Sequence[Place]], share: Share | None = None) -> Instr:
@@ -82,52 +91,46 @@ def sum_at(lowering: Lowering, source: Operand, places: Mapping[int, Sequence[Pl
     return total
 
 
-def _number(lowering: Lowering, row: Instr, column: Instr, width: int) -> Instr:
-    """An element's number in its plane, as the op's indices name it."""
-    return lowering.expr("{0} * {2} + {1}", row, column, lowering.size(width, torch.int32), dtype=torch.int32)
+def _number(lowering: Lowering, places: Sequence[Instr], extents: Sequence[int]) -> Instr:
+    """An element's number in its plane of these ``extents``, as the op's indices name it."""
+    number, *others = places
+    for place, extent in zip(others, extents[1:]):
+        extent_here = lowering.size(extent, torch.int32)
+        number = lowering.expr("{0} * {2} + {1}", number, place, extent_here, dtype=torch.int32)
+    return number
 
 
-def _pitch(axes: Sequence[Axis]) -> int:
-    """What a row of a window counts as in the number of one of its elements: no column that a gradient looks at is as large."""
-    return axes[1].windows * axes[1].stride
+def _pitches(axes: Sequence[Axis]) -> list[int]:
+    """What a step along each dimension of a window counts as in the number of one of its elements: no place behind that a
+    gradient looks at is as large."""
+    spans = [axis.windows * axis.stride for axis in axes[1:]]
+    return [math.prod(spans[dim:]) for dim in range(len(axes))]
 
 
 def _numbered(axes: Sequence[Axis], write: Write) -> Layout | None:
     """How bytes that say which element of its window was the largest lie, where a byte holds that; else None."""
-    most = (axes[0].kernel - 1) * _pitch(axes) + axes[1].kernel - 1
-    plain = axes[0].dilation == axes[1].dilation == 1 and write.layout.covers(write.value.buffer.nbytes)
+    most = sum((axis.kernel - 1) * pitch for axis, pitch in zip(axes, _pitches(axes)))
+    plain = all(axis.dilation == 1 for axis in axes) and write.layout.covers(write.value.buffer.nbytes)
     return replace(write.layout, dtype=torch.int8) if plain and most <= 127 and settings.enabled("recompute") else None
 
 
 def lower_max_pool(node: Node, scratch: int, known: Known) -> list[Part]:
-    """max_pool2d_with_indices: the first largest element of each window, or the last that is not a number."""
+    """max_pool2d_with_indices, max_pool3d_with_indices: the first largest element of each window, or the last that is not a
+    number."""
     args = arguments(node)
-    source, axes = operand_of(args["self"]), axes_of(args)
+    source, axes = operand_of(args["self"]), axes_of(args, rank_of(node))
     if len(node.writes) != 2 or not source.layout.dtype.is_floating_point:
         raise Unsupported(f"no kernel for {node.target} of {str(source.layout.dtype).removeprefix('torch.')}")
-    if axes[0].kernel * axes[1].kernel > MOST_TAPS:
+    if math.prod(axis.kernel for axis in axes) > MOST_TAPS:
         raise Unsupported(f"a window of more than {MOST_TAPS} elements")
     lowering = Lowering(node, node.writes[0].layout.size)
-    dims = (len(lowering.shape) - 2, len(lowering.shape) - 1)
-    places = [taps(lowering, axis, dim, extent) for axis, dim, extent in zip(axes, dims, source.layout.size[-2:])]
-    best: Instr | None = None
-    tap, found, pitch = lowering.expr("-1", dtype=torch.int32), False, _pitch(axes)
-    for down, (row, row_valid) in enumerate(places[0]):
-        for along, (column, column_valid) in enumerate(places[1]):
-            value = take(lowering, source, row, column)
-            if best is None:
-                best = lowering.expr('float("-inf")', dtype=value.dtype)
-            larger = lowering.expr("(({0} > {1}) | ({0} != {0}))", value, best, dtype=torch.bool)
-            better = larger if found else lowering.expr("({0} | ({1} < 0))", larger, tap, dtype=torch.bool)  # any but none
-            for valid in (row_valid, column_valid):
-                better = lowering.both(valid, better)
-            best = lowering.expr("tl.where({0}, {1}, {2})", better, value, best, dtype=value.dtype)
-            tap = lowering.expr(f"tl.where({{0}}, {down * pitch + along}, {{1}})", better, tap, dtype=torch.int32)
-            found = found or row_valid is column_valid is None
-    assert best is not None
+    extents = source.layout.size[-len(axes) :]
+    places = [taps(lowering, axis, dim, extent)
+              for dim, (axis, extent) in enumerate(zip(axes, extents), len(lowering.shape) - len(axes))]  # fmt: skip
+    best, tap = _largest(lowering, source, places, _pitches(axes))
     best.rounded = source.layout.dtype if source.layout.dtype in HALF else None
     lowering.write(0, best)
-    lowering.write(1, _where(lowering, axes, tap, [some[0][0] for some in places], source.layout.size[-1]))
+    lowering.write(1, _where(lowering, axes, tap, [some[0][0] for some in places], extents))
     narrow = _numbered(axes, node.writes[1])
     if narrow is not None:
         operand = Operand(scratch_value(scratch, narrow.nbytes, node), narrow)
@@ -136,12 +139,36 @@ def lower_max_pool(node: Node, scratch: int, known: Known) -> list[Part]:
     return [lowering.part]
 
 
-def _where(lowering: Lowering, axes: Sequence[Axis], tap: Instr, begins: Sequence[Instr], width: int) -> Instr:
-    """The number in its plane of a window's element, which is the ``tap``-th as `_pitch` counts them."""
-    parts = (lowering.expr(f"{{0}} {sign} {_pitch(axes)}", tap, dtype=torch.int32) for sign in ("//", "%"))
-    row, column = (lowering.expr("{0} + {1}", begin, times(lowering, part, axis.dilation), dtype=torch.int32)
-                   for begin, part, axis in zip(begins, parts, axes))
-    return _number(lowering, row, column, width)
+def _largest(lowering: Lowering, source: Operand, places: Sequence[Sequence[Place]],
+             pitches: Sequence[int]) -> tuple[Instr, Instr]:
+    """The largest element at all combinations of ``places``, and which it is, as `_pitches` counts them."""
+    best: Instr | None = None
+    tap, found = lowering.expr("-1", dtype=torch.int32), False
+    for numbers in itertools.product(*(range(len(some)) for some in places)):
+        chosen = [some[number] for some, number in zip(places, numbers)]
+        value = take(lowering, source, [place for place, _ in chosen])
+        if best is None:
+            best = lowering.expr('float("-inf")', dtype=value.dtype)
+        larger = lowering.expr("(({0} > {1}) | ({0} != {0}))", value, best, dtype=torch.bool)
+        better = larger if found else lowering.expr("({0} | ({1} < 0))", larger, tap, dtype=torch.bool)  # any but none
+        for _, valid in chosen:
+            better = lowering.both(valid, better)
+        number = sum(map(operator.mul, numbers, pitches))
+        best = lowering.expr("tl.where({0}, {1}, {2})", better, value, best, dtype=value.dtype)
+        tap = lowering.expr(f"tl.where({{0}}, {number}, {{1}})", better, tap, dtype=torch.int32)
+        found = found or all(valid is None for _, valid in chosen)
+    assert best is not None
+    return best, tap
+
+
+def _where(lowering: Lowering, axes: Sequence[Axis], tap: Instr, begins: Sequence[Instr], extents: Sequence[int]) -> Instr:
+    """The number in its plane of a window's element, which is the ``tap``-th as `_pitches` counts them."""
+    places, pitches = [], _pitches(axes)
+    for axis, begin, pitch in zip(axes, begins, pitches):
+        within = lowering.expr(f"{{0}} // {pitch}", tap, dtype=torch.int32) if pitch > 1 else tap
+        tap = lowering.expr(f"{{0}} % {pitch}", tap, dtype=torch.int32) if pitch > 1 else tap
+        places.append(lowering.expr("{0} + {1}", begin, times(lowering, within, axis.dilation), dtype=torch.int32))
+    return _number(lowering, places, extents)
 
 
 def taps(lowering: Lowering, axis: Axis, dim: int, extent: int) -> list[tuple[Instr, Instr | None]]:
@@ -167,35 +194,40 @@ def elements(lowering: Lowering, axis: Axis, dim: int) -> list[Instr]:
 
 
 def lower_max_pool_backward(node: Node, scratch: int, known: Known) -> list[Part]:
-    """max_pool2d_with_indices_backward: the gradients of those windows whose largest element it was.
+    """max_pool2d_with_indices_backward and that of boxes: the gradients of those windows whose largest element it was.
 
     Forward's bytes are read in the place of its indices, where it left any.
     """
     args = arguments(node)
-    grad, indices, axes = operand_of(args["grad_output"]), operand_of(args["indices"]), axes_of(args)
-    if len(node.writes) != 1 or axes[0].windows * axes[1].windows > MOST_WINDOWS:
+    grad, indices, axes = operand_of(args["grad_output"]), operand_of(args["indices"]), axes_of(args, rank_of(node))
+    if len(node.writes) != 1 or math.prod(axis.windows for axis in axes) > MOST_WINDOWS:
         raise Unsupported(f"elements that lie in more than {MOST_WINDOWS} windows")
     lowering = Lowering(node, node.writes[0].layout.size)
-    rank = len(lowering.shape)
-    row, column = lowering.coord(rank - 2), lowering.coord(rank - 1)
+    first = len(lowering.shape) - len(axes)
+    own = [lowering.coord(dim) for dim in range(first, len(lowering.shape))]
     narrow = known.narrow.get(indices.value)
     narrow = narrow if narrow is not None and narrow.layout == replace(indices.layout, dtype=torch.int8) else None
-    mine = _number(lowering, row, column, lowering.shape[-1])
-    pitch = lowering.size(_pitch(axes), torch.int32)
+    mine = _number(lowering, own, lowering.shape[first:])
     total: Instr | None = None
-    columns = windows(lowering, axes[1], column)
-    for down in windows(lowering, axes[0], row):
-        for along in columns:
-            chosen, value = (take(lowering, operand, down, along) for operand in (narrow or indices, grad))
-            if narrow is not None:
-                places = [_within(lowering, axis, *each) for axis, each in zip(axes, ((row, down), (column, along)))]
-                mine = lowering.expr("{0} * {2} + {1}", *places, pitch, dtype=torch.int32)
-            passed = lowering.expr("tl.where({0} == {1}, {2}, 0.0)", chosen, mine, value, dtype=value.dtype)
-            passed.rounded = value.rounded
-            total = passed if total is None else lowering.expr("{0} + {1}", total, passed, dtype=value.dtype)
+    for places in itertools.product(*(windows(lowering, axis, place) for axis, place in zip(axes, own))):
+        chosen, value = (take(lowering, operand, places) for operand in (narrow or indices, grad))
+        if narrow is not None:
+            mine = _tap(lowering, axes, own, places)
+        passed = lowering.expr("tl.where({0} == {1}, {2}, 0.0)", chosen, mine, value, dtype=value.dtype)
+        passed.rounded = value.rounded
+        total = passed if total is None else lowering.expr("{0} + {1}", total, passed, dtype=value.dtype)
     assert total is not None
     lowering.write(0, total)
     return [lowering.part]
+
+
+def _tap(lowering: Lowering, axes: Sequence[Axis], own: Sequence[Instr], window: Sequence[Instr]) -> Instr:
+    """Which element of a window the one at these places is, as `_pitches` counts them."""
+    number, *others = (_within(lowering, *each) for each in zip(axes, own, window))
+    for within, axis in zip(others, axes[1:]):
+        pitch = lowering.size(axis.windows * axis.stride, torch.int32)
+        number = lowering.expr("{0} * {2} + {1}", number, within, pitch, dtype=torch.int32)
+    return number
 
 
 def _within(lowering: Lowering, axis: Axis, place: Instr, window: Instr) -> Instr:
@@ -210,3 +242,10 @@ def windows(lowering: Lowering, axis: Axis, place: Instr) -> list[Instr]:
         return [add(lowering, place, axis.padding - back) for back in reversed(range(axis.windows))]
     last = over(lowering, add(lowering, place, axis.padding), axis.stride)
     return [add(lowering, last, -back) for back in reversed(range(axis.windows))]
+
+
+POOLS = {
+    **dict.fromkeys(("max_pool2d_with_indices", "max_pool3d_with_indices"), lower_max_pool),
+    **dict.fromkeys(("max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward"), lower_max_pool_backward),
+}
+"""Keyed by `ir_nodes.node.Node.name`."""

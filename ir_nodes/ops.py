@@ -57,8 +57,10 @@ _KINDS: dict[str, str] = {
         nll_loss2d_backward nll_loss2d_forward nll_loss_backward nll_loss_forward smooth_l1_loss
         """,
     "pool": """
-        _adaptive_avg_pool2d _adaptive_avg_pool2d_backward adaptive_max_pool2d adaptive_max_pool2d_backward avg_pool2d
-        avg_pool2d_backward col2im im2col max_pool2d_with_indices max_pool2d_with_indices_backward unfold_backward
+        _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward
+        adaptive_max_pool2d adaptive_max_pool2d_backward avg_pool2d avg_pool2d_backward avg_pool3d avg_pool3d_backward col2im
+        im2col max_pool2d_with_indices max_pool2d_with_indices_backward max_pool3d_with_indices
+        max_pool3d_with_indices_backward unfold_backward
         """,
     "gather": "embedding gather index index_select take",
     "scatter": """

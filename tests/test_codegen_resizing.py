@@ -57,6 +57,27 @@ def test_average_pools(name: str) -> None:
     check(with_gradient(POOLS[name]), image(2, 3, 9, 10), rtol=1e-5, atol=1e-6)
 
 
+BOXES: dict[str, Callable[[Tensor], Tensor]] = {
+    "halves": lambda x: F.avg_pool3d(x, 2),
+    "overlapping": lambda x: F.avg_pool3d(x, 3, 2, 1),
+    "padding does not count": lambda x: F.avg_pool3d(x, (3, 2, 1), (2, 1, 1), (1, 1, 0), count_include_pad=False),
+    "rounded up": lambda x: F.avg_pool3d(x, (1, 3, 3), (1, 2, 2), (0, 1, 1), ceil_mode=True),
+    "by a number": lambda x: F.avg_pool3d(x, (2, 3, 1), 1, divisor_override=5),
+    "adaptive": lambda x: F.adaptive_avg_pool3d(x, (3, 3, 4)),
+    "adaptive, whole shares": lambda x: F.adaptive_avg_pool3d(x, (1, 7, 4)),
+    "adaptive, more than there are": lambda x: F.adaptive_avg_pool3d(x, (6, 8, 9)),
+}
+
+
+@pytest.mark.parametrize("name", BOXES)
+def test_average_pools_of_volumes(name: str) -> None:
+    x = image(2, 3, 5, 7, 8)
+    check(with_gradient(BOXES[name]), x, extern=0, rtol=1e-5, atol=1e-6)
+    check(with_gradient(BOXES[name]), x.to(memory_format=torch.channels_last_3d), extern=0, rtol=1e-5, atol=1e-6)
+    check(BOXES[name], x[0], extern=0, rtol=1e-5, atol=1e-6)
+    check(with_gradient(lambda x: F.adaptive_avg_pool3d(x, 1)), x, extern=0, rtol=1e-5, atol=1e-6)
+
+
 def test_average_pools_of_other_images() -> None:
     check(with_gradient(POOLS["padded"]), image(3, 9, 7), rtol=1e-5, atol=1e-6)  # no batch
     check(with_gradient(POOLS["padded"]), image(2, 8, 9, 7).to(memory_format=torch.channels_last), rtol=1e-5, atol=1e-6)
@@ -173,10 +194,10 @@ def test_pixel_shuffles() -> None:
 
 
 @pytest.mark.parametrize(("program", "why"), [
-    (lambda x: F.avg_pool2d(x, 6, 1), "a window of more than 25 elements"),
-    (lambda x: with_gradient(lambda x: F.avg_pool2d(x, 5, 1))(x), "elements that lie in more than 16 windows"),
-    (lambda x: F.adaptive_avg_pool2d(x, (3, 1)), "a window of more than 25 elements"),
-    (lambda x: with_gradient(lambda x: F.interpolate(x, size=37))(x), "elements that more than 16 others took"),
+    (lambda x: F.avg_pool2d(x, 6, 1), "a window of more than 27 elements"),
+    (lambda x: with_gradient(lambda x: F.avg_pool2d(x, 6, 1))(x), "elements that lie in more than 27 windows"),
+    (lambda x: F.adaptive_avg_pool2d(x, (3, 1)), "a window of more than 27 elements"),
+    (lambda x: with_gradient(lambda x: F.interpolate(x, size=49))(x), "elements that more than 27 others took"),
     (lambda x: F.interpolate(x.double(), scale_factor=2), "resizing of float64"),
 ], ids=["window", "gradient", "adaptive", "nearest", "float64"])
 def test_what_is_atens(program: Callable[[Tensor], Tensor], why: str) -> None:
