@@ -83,6 +83,19 @@ def lower_gather(node: Node) -> list[Part]:
     return [lowering.part]
 
 
+def lower_take(node: Node) -> list[Part]:
+    """take: elements by their numbers in the whole, from the end where these are negative."""
+    args = arguments(node)
+    source, index = operand_of(args["self"]), operand_of(args["index"])
+    if not source.layout.is_contiguous:
+        raise Unsupported("a look into what does not lie in rows")
+    lowering = Lowering(node, index.layout.size)
+    at = index_of(lowering, index, index.layout, source.layout.numel, wraps=True)
+    rest = replace(source.layout, size=(1,) * len(index.layout.size), stride=(0,) * len(index.layout.size))
+    lowering.write(0, lowering.take(source, rest, [(at, 1, source.layout.numel)]))
+    return [lowering.part]
+
+
 def _indexed(lowering: Lowering, layout: Layout, indices: Sequence[Operand | None]) -> tuple[Layout, list[Place]]:
     """Of x[indices]: the layout of what is not indexed, over the result's shape, and a place for each index."""
     dims = [dim for dim, index in enumerate(indices) if index is not None]

@@ -54,6 +54,7 @@ REDUCTIONS: dict[str, Lowered] = {
     "amin": reductions.lower_extreme("min"),
     "max": reductions.lower_extreme("max"),
     "min": reductions.lower_extreme("min"),
+    "count_nonzero": reductions.lower_count,
     "any": reductions.lower_truth("max"),
     "all": reductions.lower_truth("min"),
     **dict.fromkeys(("linalg_vector_norm", "norm"), reductions.lower_norm),
@@ -123,13 +124,16 @@ INDEXED: dict[str, Callable[[Node], list[Part]]] = {
     "index": indexing.lower_index,
     **dict.fromkeys(("index_copy", "index_copy_"), indexing.lower_index_copy),
     "gather": one_of_each.lower_one_gathered,
+    "take": indexing.lower_take,
 }
 """Ops that read where index tensors say."""
 
 
 PUT: dict[str, Callable[[Node, int], list[Part]]] = {
     **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_"), indexing.lower_index_put),
-    **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_"), one_of_each.lower_one_scattered),
+    **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"),
+                    one_of_each.lower_one_scattered),
+    **dict.fromkeys(("index_fill", "index_fill_"), scattering.lower_index_fill),
     **dict.fromkeys(("index_add", "index_add_"), scattering.lower_index_add),
 }
 """Ops that write where index tensors say."""
@@ -140,6 +144,8 @@ PLACED: dict[str, Callable[[Node], list[Part]]] = {
     "arange": positions.lower_arange,
     "linspace": positions.lower_linspace,
     "roll": positions.lower_roll,
+    "channel_shuffle": positions.lower_channel_shuffle,
+    "linalg_cross": positions.lower_cross,
     "pixel_shuffle": positions.lower_pixel_shuffle,
     "pixel_unshuffle": positions.lower_pixel_unshuffle,
     **average_pooling.GRADIENTS,

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from codegen import bounds
 from codegen.expressions import Unsupported, function
 from codegen.instructions import Instr, Part
 from codegen.lowering import Lowering, arguments
@@ -100,6 +101,33 @@ def lower_pixel_unshuffle(node: Node) -> list[Part]:
     source, by = operand_of(args["self"]), args["downscale_factor"]
     lowering = Lowering(node, _cut(source.layout, by).size)
     lowering.store(write.value, _channels(write.layout, by), lowering.load(Operand(source.value, _cut(source.layout, by))))
+    return [lowering.part]
+
+
+def lower_channel_shuffle(node: Node) -> list[Part]:
+    """channel_shuffle: the first channels of all groups, then the second ones."""
+    args, write = arguments(node), node.writes[0]
+    source, groups = operand_of(args["self"]), args["groups"]
+    shuffled = write.layout.in_runs(1, groups)
+    lowering = Lowering(node, shuffled.size)
+    grouped = source.layout.in_runs(1, source.layout.size[1] // groups)
+    order = (0, 2, 1, *range(3, len(grouped.size)))
+    size, stride = (tuple(of[dim] for dim in order) for of in (grouped.size, grouped.stride))
+    lowering.store(write.value, shuffled, lowering.load(Operand(source.value, replace(grouped, size=size, stride=stride))))
+    return [lowering.part]
+
+
+def lower_cross(node: Node) -> list[Part]:
+    """linalg_cross: each component of a cross product is made of the two others."""
+    args = arguments(node)
+    one, other, write = operand_of(args["self"]), operand_of(args["other"]), node.writes[0]
+    if write.layout.dtype not in (torch.float32, torch.float64):
+        raise Unsupported("cross products of integers or 16-bit floats, which ATen rounds in its own way")
+    lowering = Lowering(node, write.layout.size)
+    dim = args["dim"] % len(lowering.shape)
+    places = [bounds.rest(lowering, bounds.add(lowering, lowering.coord(dim), step), 3) for step in (1, 2)]
+    (a, b), (c, d) = ([lowering.take_at(operand, {dim: place}) for place in places] for operand in (one, other))
+    lowering.write(0, lowering.expr("{0} * {3} - {1} * {2}", a, b, c, d, dtype=a.dtype))
     return [lowering.part]
 
 

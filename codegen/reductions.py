@@ -161,6 +161,15 @@ def lower_truth(how: str) -> Lowered:
     return lower
 
 
+def lower_count(node: Node, scratch: int) -> list[Part]:
+    """count_nonzero."""
+    args, source = _single(node)
+    lowering, dims = reduction(node, source, args.get("dim"))
+    truth = lowering.cast(lowering.load(source), torch.bool)
+    write_kept(lowering, 0, lowering.reduce("add", lowering.cast(truth, torch.int64)), dims)
+    return [lowering.part]
+
+
 _NORMS = {
     0: ("add", "tl.where({0} != 0, 1.0, 0.0)"), 1: ("add", "tl.abs({0})"), 2: ("add", "{0} * {0}"),
     math.inf: ("max", "tl.abs({0})"), -math.inf: ("min", "tl.abs({0})"),

@@ -1,16 +1,18 @@
-"""Lowers padding with what lies at the edges: mirrored, with its gradient, or repeated. Imports torch, `ir_nodes` and codegen's
+"""Lowers padding with what lies at the edges, mirrored or repeated, with its gradients. Imports torch, `ir_nodes` and codegen's
 lowering modules."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, Callable
 
 import torch
 
+from codegen.bounds import add
 from codegen.expressions import Unsupported
 from codegen.instructions import Part
 from codegen.lowering import Lowering, arguments
-from codegen.pooling import Place, sum_at
+from codegen.pooling import MOST_WINDOWS, Place, sum_at
 from codegen.reductions import operand_of
 from ir_nodes.node import Node
 
@@ -39,19 +41,24 @@ def _lower(text: str) -> Callable[[Node], list[Part]]:
     return lower
 
 
-def lower_reflection_backward(node: Node) -> list[Part]:
-    """The gradient of an element and of its mirrored images."""
-    args = arguments(node)
-    grad, lowering = operand_of(args["grad_output"]), Lowering(node, node.writes[0].layout.size)
-    places = {dim: _images(lowering, dim, *widths) for dim, widths in _widths(args, len(lowering.shape)).items()}
-    lowering.write(0, sum_at(lowering, grad, places))
-    return [lowering.part]
+def _lower_backward(images: Callable[[Lowering, int, int, int], list[Place]]) -> Callable[[Node], list[Part]]:
+    """The gradients of an element and of its ``images`` beyond the edges."""
+
+    def lower(node: Node) -> list[Part]:
+        args = arguments(node)
+        grad, lowering = operand_of(args["grad_output"]), Lowering(node, node.writes[0].layout.size)
+        places = {dim: images(lowering, dim, *widths) for dim, widths in _widths(args, len(lowering.shape)).items()}
+        if math.prod(map(len, places.values())) > MOST_WINDOWS:
+            raise Unsupported(f"elements that stand in more than {MOST_WINDOWS} places")
+        lowering.write(0, sum_at(lowering, grad, places))
+        return [lowering.part]
+
+    return lower
 
 
-def _images(lowering: Lowering, dim: int, before: int, behind: int) -> list[Place]:
+def _mirrored(lowering: Lowering, dim: int, before: int, behind: int) -> list[Place]:
     """Along a dimension where an element went: to its place, and beyond an edge that it is near to."""
-    if before < 0 or behind < 0:
-        raise Unsupported("padding that cuts elements off")
+    _check(before, behind)
     place, last = lowering.coord(dim), lowering.shape[dim] - 1
     first = lowering.size(before, torch.int32)
     images: list[Place] = [(lowering.expr("{0} + {1}", place, first, dtype=torch.int32), None)]
@@ -66,9 +73,25 @@ def _images(lowering: Lowering, dim: int, before: int, behind: int) -> list[Plac
     return images
 
 
+def _repeated(lowering: Lowering, dim: int, before: int, behind: int) -> list[Place]:
+    """Along a dimension where an element went: to its place, and one at an edge to all places beyond that."""
+    _check(before, behind)
+    place, last = lowering.coord(dim), lowering.size(lowering.shape[dim] - 1, torch.int32)
+    ends = ((lowering.expr("({0} == 0)", place, dtype=torch.bool), range(-before, 0)),
+            (lowering.expr("({0} == {1})", place, last, dtype=torch.bool), range(1, behind + 1)))
+    here = add(lowering, place, before)
+    return [(here, None), *((add(lowering, here, step), at_end) for at_end, steps in ends for step in steps)]
+
+
+def _check(before: int, behind: int) -> None:
+    if before < 0 or behind < 0:
+        raise Unsupported("padding that cuts elements off")
+
+
 PADS = {
     **{f"reflection_pad{rank}d": _lower(_MIRRORED) for rank in (1, 2, 3)},
     **{f"replication_pad{rank}d": _lower(_REPEATED) for rank in (1, 2, 3)},
-    **{f"reflection_pad{rank}d_backward": lower_reflection_backward for rank in (1, 2, 3)},
+    **{f"reflection_pad{rank}d_backward": _lower_backward(_mirrored) for rank in (1, 2, 3)},
+    **{f"replication_pad{rank}d_backward": _lower_backward(_repeated) for rank in (1, 2, 3)},
 }
 """Keyed by `ir_nodes.node.Node.name`."""

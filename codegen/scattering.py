@@ -29,14 +29,15 @@ _SUMMED = (torch.float32, torch.float64, *HALF, torch.int32, torch.int64)
 
 
 def lower_scatter(node: Node, scratch: int) -> list[Part]:
-    """scatter with a number or with a tensor, and scatter_add."""
+    """scatter with a number or with a tensor, scatter_add, and scatter_reduce where that is the same."""
     args, write = arguments(node), node.writes[0]
-    if "reduce" in args:
-        raise Unsupported(f"no kernel for {node.target}")
+    sums = node.name.startswith("scatter_reduce") and args["reduce"] == "sum" and args["include_self"]
+    if "reduce" in args and not sums:
+        raise Unsupported(f"no kernel for {node.target} by {args['reduce']}")
     index = operand_of(args["index"])
     if not write.layout.size or len(index.layout.size) != len(write.layout.size):
         raise Unsupported("a scatter without dimensions")
-    adds = node.name.startswith("scatter_add")
+    adds = sums or node.name.startswith("scatter_add")
     lowering = Lowering(node, index.layout.size)
     if "value" in args:
         value = lowering.read(args["value"], write.layout.dtype)
@@ -57,6 +58,19 @@ def lower_index_add(node: Node, scratch: int) -> list[Part]:
     value, alpha = lowering.load(source), lowering.read(args.get("alpha", 1), write.layout.dtype)
     scaled = lowering.expr("{0} * {1}", value, alpha, dtype=value.dtype)
     return _into(node, args, lowering, index, spread(index.layout, 0, rank - args["dim"] % rank - 1), scaled, True, scratch)
+
+
+def lower_index_fill(node: Node, scratch: int) -> list[Part]:
+    """index_fill: a number in slices."""
+    args, write = arguments(node), node.writes[0]
+    index, rank = operand_of(args["index"]), len(write.layout.size)
+    if rank == 0 or len(index.layout.size) != 1:
+        raise Unsupported("an index of no dimension")
+    dim = args["dim"] % rank
+    size = write.layout.size
+    lowering = Lowering(node, (*size[:dim], index.layout.size[0], *size[dim + 1 :]))
+    value = lowering.cast(lowering.read(args["value"], write.layout.dtype), write.layout.dtype)
+    return _into(node, args, lowering, index, spread(index.layout, 0, rank - dim - 1), value, False, scratch)
 
 
 def _into(node: Node, args: dict[str, Any], lowering: Lowering, index: Operand, seen: Layout, value: Instr,

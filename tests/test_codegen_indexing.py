@@ -37,6 +37,7 @@ READS: dict[str, tuple[Callable[..., Any], torch.Tensor]] = {
     "gather -1": (lambda x, i: x.gather(-1, i), indices(6, 3, 9, below=5)),
     "gather transposed": (lambda x, i: x.transpose(0, 1).gather(1, i.transpose(0, 1)), indices(5, 7, 4, below=6)),
     "index": (lambda x, i: (x[i], x[:, i], x[..., i], x[None, i]), indices(3, 2, below=5)),
+    "take": (lambda x, i: (x.take(i), x.take(-i - 1) * 2), indices(4, 3, below=210)),
     "index from behind": (lambda x, i: x[i - 5], indices(8, below=5)),
     "index by two": (lambda x, i: (x[i, i], x[:, i, i], x[i, :, i], x[i[:, None], i]), indices(4, below=5)),
 }

@@ -54,3 +54,10 @@ def test_nothing_is_rolled() -> None:
 def test_infinities_are_told_apart(dtype: torch.dtype) -> None:
     x = torch.tensor([1.0, float("inf"), float("-inf"), float("nan"), 0.0]) if dtype.is_floating_point else torch.arange(5)
     check(lambda x: (x.isneginf(), x.isposinf()), x.to(dtype), count=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_cross_products(dtype: torch.dtype) -> None:
+    x, y = (torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in (0, 1))
+    check(lambda x, y: torch.linalg.cross(x, y, dim=1) + 1, x, y, count=1, rtol=1e-5, atol=1e-6)
+    check(lambda x, y: torch.linalg.cross(x.transpose(1, 2), y[:1].transpose(1, 2)), x, y, extern=0, rtol=1e-5, atol=1e-6)

@@ -37,6 +37,7 @@ REDUCTIONS: list[tuple[str, Callable[..., Any], tuple[torch.dtype, ...]]] = [
     ("amin", lambda x: (x.amin(), x.amin(0), x.amin(1)), (torch.float32, torch.int64, torch.bool)),
     ("max", lambda x: (x.max(), x.min()), (torch.float32, torch.int32)),
     ("any", lambda x: (x.any(), x.any(0), x.any(1)), (torch.float32, torch.bool)),
+    ("count", lambda x: (torch.count_nonzero(x), torch.count_nonzero(x, 1)), (torch.float32, torch.int32, torch.bool)),
     ("all", lambda x: (x.all(), x.all(0), x.all(1)), (torch.float32, torch.bool)),
     ("norm", lambda x: (torch.linalg.vector_norm(x), torch.linalg.vector_norm(x, 1, 0)), (torch.float32, torch.bfloat16)),
     ("norms", lambda x: tuple(torch.linalg.vector_norm(x, order, 1) for order in (0, 3, -1)), (torch.float32, torch.bfloat16)),

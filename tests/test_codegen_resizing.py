@@ -186,6 +186,19 @@ def test_padding_at_edges() -> None:
     check(with_gradient(lambda x: F.pad(x, (2, 2, 2, 2), mode="reflect")), image(1, 3, 3), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("padding", [(2, 3), (0, 2), (1, 1, 2, 0), (1, 2, 0, 1, 1, 1)])
+def test_gradients_of_repeated_edges(padding: tuple[int, ...]) -> None:
+    x = image(2, 3, *(5, 4, 6)[: len(padding) // 2])
+    check(with_gradient(lambda x: F.pad(x, padding, mode="replicate")), x, extern=0, rtol=1e-5, atol=1e-5)
+    check(with_gradient(lambda x: F.pad(x, padding, mode="replicate")), x[0], extern=0, rtol=1e-5, atol=1e-5)
+
+
+def test_channel_shuffles() -> None:
+    for x in (image(2, 12, 3, 5), image(2, 12, 3, 5).to(memory_format=torch.channels_last), image(3, 6, 4)):
+        check(with_gradient(lambda x: F.channel_shuffle(x, 3)), x, extern=0)
+    check(lambda x: F.channel_shuffle(x.relu(), 2) + 1, image(2, 8, 4, 6, dtype=torch.bfloat16), count=1)
+
+
 def test_pixel_shuffles() -> None:
     check(with_gradient(lambda x: F.pixel_shuffle(x, 2)), image(2, 8, 3, 5))
     check(with_gradient(lambda x: F.pixel_unshuffle(x, 3)), image(2, 6, 9), extern=0)

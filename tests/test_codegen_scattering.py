@@ -46,6 +46,22 @@ def test_sums_at_places() -> None:
     check(lambda x, i, s: (x * 2).index_add_(-1, i, s), x, rows, data(7, 5), rtol=1e-5, atol=1e-5)
 
 
+def test_sums_by_the_name_of_the_reduction() -> None:
+    x, index, source = data(7, 9), torch.randint(0, 9, (6, 5), generator=torch.Generator().manual_seed(3)), data(6, 5)
+    check(lambda x, i, s: x.scatter_reduce(1, i, s, "sum"), x, index, source, count=2, rtol=1e-5, atol=1e-5)
+    made = check(lambda x, i, s: x.scatter_reduce(1, i, s, "amax"), x, index, source, extern=1)
+    assert "by amax" in externs(made)[0].reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_numbers_in_slices(dtype: torch.dtype) -> None:
+    x, rows = data(7, 9, dtype=dtype), torch.tensor([3, 0, 5])
+    check(lambda x, i: x.index_fill(1, i, 2), x, rows, extern=0)
+    check(lambda x, i: (x + 1).index_fill_(0, i, torch.tensor(3, dtype=x.dtype)), x, rows, extern=0)
+    check(lambda x, i: x.t().contiguous().index_fill(-1, i, 0.0) * 2, x, rows, extern=0)
+    check(lambda x, i: x.clone()[1:, ::2].index_fill_(1, i[:2] - 1, 7), x, rows + 1, extern=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.int64], ids=str)
 def test_sums_at_places_of_other_dtypes(dtype: torch.dtype) -> None:
     x, source, index = data(7, 9, dtype=dtype), data(6, 5, dtype=dtype), torch.tensor([3, 0, 3, 3, 8, 1])
