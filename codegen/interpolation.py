@@ -11,6 +11,7 @@ from typing import Any, Callable, Sequence
 
 import torch
 
+from codegen.bounds import clamped
 from codegen.expressions import Unsupported
 from codegen.instructions import Instr, Part
 from codegen.lowering import Lowering, arguments
@@ -80,9 +81,9 @@ def lower_nearest(shift: float) -> Callable[[Node], list[Part]]:
             return [lowering.part]
         places = {}
         for dim, extent, results, factor in dims:
-            numbers = lowering.coord(dim), step_of(lowering, extent, results, factor), lowering.size(extent - 1, torch.int32)
-            text = f"tl.minimum((({{0}}.to(tl.float32) + {shift}) * {{1}}).to(tl.int32), {{2}})"
-            places[dim] = lowering.expr(text, *numbers, dtype=torch.int32)
+            text = f"(({{0}}.to(tl.float32) + {shift}) * {{1}}).to(tl.int32)"
+            place = lowering.coord(dim), step_of(lowering, extent, results, factor)
+            places[dim] = clamped(lowering, text, *place, extent=extent)
         lowering.write(0, lowering.take_at(source, places))
         return [lowering.part]
 

@@ -15,6 +15,7 @@ from typing import Any, Mapping, Sequence
 
 import torch
 
+from codegen.bounds import clamped
 from codegen.expressions import Unsupported
 from codegen.instructions import Instr, Part, scratch_value
 from codegen.interpolation import Resized, resized, step_of
@@ -53,8 +54,8 @@ def _mixed(lowering: Lowering, source: Operand, dims: Sequence[Resized], around:
 
 def _around(lowering: Lowering, dim: int, extent: int, results: int, factor: Any, corners: bool) -> Around:
     place = _source(lowering, lowering.coord(dim), extent, results, factor, corners)
-    before = lowering.expr("{0}.to(tl.int32)", place, dtype=torch.int32)
-    behind = lowering.expr("tl.minimum({0} + 1, {1})", before, lowering.size(extent - 1, torch.int32), dtype=torch.int32)
+    before = clamped(lowering, "{0}.to(tl.int32)", place, extent=extent)
+    behind = clamped(lowering, "{0} + 1", before, extent=extent)
     return before, behind, lowering.expr("{0} - {1}.to(tl.float32)", place, before, dtype=torch.float32)
 
 

@@ -28,6 +28,7 @@ from codegen import (
     reflections,
     scans,
     scattering,
+    small_products,
     softmax,
     statistics,
     unfolding,
@@ -112,6 +113,10 @@ THROUGH: dict[str, Callable[[Node, Known], list[Part]]] = {
     **interpolation.GRADIENTS,
 }
 """Ops for which it matters what makes their operands."""
+
+
+PRODUCTS: dict[str, Callable[[Node], list[Part]]] = dict.fromkeys(small_products.NAMES, small_products.lower_small_product)
+"""Matrix products, of which those of a few summands are elementwise."""
 
 
 BITWISE: dict[str, Callable[[Node], list[Part]]] = {"pack_bits": packing.lower_pack, "unpack_bits": packing.lower_unpack}
@@ -212,7 +217,7 @@ def _lower_named(node: Node, scratch: int, tuning: Tuning, known: Known) -> list
         return JOINS[node.name](node, known)
     if node.name in THROUGH:
         return THROUGH[node.name](node, known)
-    for table in (INDEXED, PLACED, RESULTS, BITWISE):
+    for table in (INDEXED, PLACED, PRODUCTS, RESULTS, BITWISE):
         if node.name in table:
             return table[node.name](node)
     part = lower_pointwise(node)

@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 
 from codegen.aligned import KNOWN, in_a_vector, over_rows, peel
-from codegen.body import Body
+from codegen.body import Body, Step
 from codegen.bounds import growth
 from codegen.draws import WORDS, Stream
 from codegen.forms import touched
@@ -20,6 +20,9 @@ from ir_nodes import settings
 MANY, WRITTEN = 5, 2
 """Operands, and results among them, of which more are moved faster with fewer elements a thread: an optimizer's in bfloat16, by
 3 %. A rotary embedding's one result, from as many operands, takes a half longer so."""
+
+SIDE = 16
+"""The shortest rows and columns of squares."""
 
 SHARED = 64
 """How often a table's numbers are used before they count as lying in a cache."""
@@ -49,17 +52,19 @@ def _lane(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuning, i
     least = max(4, in_a_vector(over_rows(body, strides))) if in_parts else 4
     while lane > least and lane * moved > most:
         lane //= 2
-    apart = _taps(body)
+    apart = _taps(body, strides)
     return min(lane, max(2, BESIDE // apart)) if apart else lane
 
 
-def _taps(body: Body) -> int:
-    """Where each element reads many others along memory, as windows do: how many bytes lie between two neighbours' at most; else
-    0."""
-    takes = [step for step in body.steps if step.stage == "take" and not step.takes_bits]
+def _taps(body: Body, strides: Strides) -> int:
+    """Where each element reads many others along memory, as windows do, or many pixels' channels: how many bytes lie between two
+    neighbours' at most; else 0."""
+    takes = [step for step in body.steps if step.stage == "take" and not step.takes_bits and step.access is not None]
     found = [step.access.dtype.itemsize * growth(index) for step in takes if step.access is not None
              for index, (stride, _) in zip(step.args, step.payload) if stride == 1]  # type: ignore[call-overload]
-    return max(found) if len(found) > TAPS else 0
+    found += [step.access.dtype.itemsize for step in takes if step.access is not None and strides[id(step)][-1:] == (1,)]
+    import os
+    return max(found) if len(found) > int(os.environ.get("TAPSX", TAPS)) else 0
 
 
 def _moved(body: Body, dims: tuple[int, ...], strides: Strides) -> list[tuple[str, int]]:
@@ -90,18 +95,17 @@ def _in_parts(body: Body, dims: tuple[int, ...], strides: Strides) -> bool:
 
 def pointwise_tile(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuning) -> Tile:
     """Flat, in rows, or in squares; a single element has no dimension."""
-    last = len(dims) - 1
     in_parts = bool(dims) and _in_parts(body, dims, strides)
     lane = _lane(body, dims, strides, tuning, in_parts)
     usual = tuning.pointwise_block * (2 if lane > tuning.pointwise_lane and tuning.pointwise_block <= 4096 else 1)
-    if (in_parts or _taps(body)) and lane < tuning.pointwise_lane:  # as many threads
+    if (in_parts or _taps(body, strides)) and lane < tuning.pointwise_lane:  # as many threads
         usual //= 2
     block = usual
     if body.numel <= usual * 64:  # few programs: smaller ones, with more threads
         block, lane = usual // 4, min(lane, max(tuning.few_lane // (4 if slow(body) else 1 if narrow(body) else 2), 1))
     if tuning.pointwise_block > 4096:
         block = min(usual, power_of_two(body.numel))
-    exchanged = _exchanged(body, dims, strides) if len(dims) > 1 and dims[last] >= 16 else None
+    exchanged = _exchanged(body, dims, strides)
     jumps = bool(dims) and _jumps(body, strides)
     run = 1 if exchanged is not None else _run(body, dims, strides, tuning, jumps)
     if run == len(dims):
@@ -141,13 +145,15 @@ def _words_apart(body: Body, dims: tuple[int, ...], strides: Strides) -> int:
     return streams[0].threads if streams[0].threads < body.numel else 0
 
 
-def _squares(body: Body, dims: tuple[int, ...], strides: Strides, exchanged: int, tuning: Tuning) -> Tile:
-    """Blocks of the last dimension and of the ``exchanged`` one, smaller where there are few."""
-    last = len(dims) - 1
+def _squares(body: Body, dims: tuple[int, ...], strides: Strides, exchanged: tuple[int, int], tuning: Tuning) -> Tile:
+    """Blocks of the ``exchanged`` dimension and of so many last ones, smaller where there are few."""
+    other, count = exchanged
     few = body.numel <= tuning.transpose_side**2 * tuning.cores // 2
     side = tuning.transpose_side // (2 if few else 1)
-    rest = tuple(dim for dim in range(last) if dim != exchanged)
-    square = [Axis((dim,), dims[dim], min(side, power_of_two(dims[dim]))) for dim in (exchanged, last)]
+    inmost = tuple(range(len(dims) - count, len(dims)))
+    rest = tuple(dim for dim in range(len(dims) - count) if dim != other)
+    square = [Axis(axis, extent, min(side, power_of_two(extent)))
+              for axis, extent in (((other,), dims[other]), (inmost, math.prod(dims[-count:])))]
     outer_axis = Axis(rest, math.prod(dims[dim] for dim in rest), 1) if rest else None
     warps = warps_for(square[0].block * square[1].block, 2 * tuning.pointwise_lane)
     return Tile(dims, strides, (square[0], square[1], outer_axis), None, False, 0, warps, told=0)
@@ -175,14 +181,21 @@ def _run(body: Body, dims: tuple[int, ...], strides: Strides, tuning: Tuning, ju
 
 def _jumps(body: Body, strides: Strides) -> bool:
     """Does the place of some operand follow from the last dimension's index in another way than one by one? In blocks of several
-    rows the compiler, which can't tell where neighbours lie then, lets threads walk down the columns."""
+    rows the compiler, which can't tell where neighbours lie then, lets threads walk down the columns. What all rows have in
+    common, such as a layer's few weights, is loaded once for all of them."""
+    moving = _moving(body, strides)
+    found = [step for step in over_rows(body, strides) if step.stage in ("load", "take")]
+    picked = any(id(arg) in moving for step in found if step.stage == "take" for arg in step.args)
+    return picked or any(strides[id(step)][-1] > 1 and any(strides[id(step)][:-1]) for step in found)
+
+
+def _moving(body: Body, strides: Strides) -> set[int]:
+    """The steps, by `id`, that differ along the last dimension."""
     moving: set[int] = set()
     for step in body.steps:
         if any(strides.get(id(step), ())[-1:]) or any(id(arg) in moving for arg in step.args):
             moving.add(id(step))
-    found = [step for step in over_rows(body, strides) if step.stage in ("load", "take")]
-    picked = any(id(arg) in moving for step in found if step.stage == "take" for arg in step.args)
-    return picked or any(strides[id(step)][-1] > 1 for step in found)
+    return moving
 
 
 def _runs_on(strides: tuple[int, ...], dims: tuple[int, ...], count: int) -> bool:
@@ -190,12 +203,26 @@ def _runs_on(strides: tuple[int, ...], dims: tuple[int, ...], count: int) -> boo
     return strides[-count:] == tuple(math.prod(dims[dim + 1 :]) for dim in range(len(dims) - count, len(dims)))
 
 
-def _exchanged(body: Body, dims: tuple[int, ...], strides: Strides) -> int | None:
-    """The dimension that some operand runs along in memory while the tile's rows run along the last one."""
-    last = len(dims) - 1
+def _exchanged(body: Body, dims: tuple[int, ...], strides: Strides) -> tuple[int, int] | None:
+    """The dimension that some operand runs along in memory while the tile's rows run along the last one, and of how many last
+    dimensions a square has its rows then: more than one where windows of narrow images jump from pixel to pixel."""
+    last, moving = len(dims) - 1, _moving(body, strides)
     for step in body.steps if settings.enabled("tiling") else ():
-        if step.access is not None and id(step) in strides and strides[id(step)][last] > 1:
-            along = [dim for dim, stride in enumerate(strides[id(step)]) if stride == 1 and dims[dim] >= 16]
-            if along:
-                return along[0]
+        if step.access is None or id(step) not in strides:
+            continue
+        count = 0
+        if last > 0 and strides[id(step)][last] > 1:
+            count = 1 if dims[last] >= SIDE else 0
+        elif _by_index(step, moving) > 1:
+            count = next((count for count in range(1, last + 1) if math.prod(dims[-count:]) >= SIDE), 0)
+        along = [dim for dim, stride in enumerate(strides[id(step)][: last + 1 - count]) if stride == 1 and dims[dim] >= SIDE]
+        if count and along:
+            return along[0], count
     return None
+
+
+def _by_index(step: Step, moving: set[int]) -> int:
+    """The least stride by which an index that differs along the last dimension moves what the ``step`` takes; 0: none does."""
+    if step.stage != "take":
+        return 0
+    return min((stride for index, (stride, _) in zip(step.args, step.payload) if id(index) in moving), default=0)  # type: ignore[call-overload]
