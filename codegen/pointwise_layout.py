@@ -223,6 +223,6 @@ def _exchanged(body: Body, dims: tuple[int, ...], strides: Strides) -> tuple[int
 
 def _by_index(step: Step, moving: set[int]) -> int:
     """The least stride by which an index that differs along the last dimension moves what the ``step`` takes; 0: none does."""
-    if step.stage != "take":
+    if step.stage != "take" or step.takes_bits:
         return 0
     return min((stride for index, (stride, _) in zip(step.args, step.payload) if id(index) in moving), default=0)  # type: ignore[call-overload]
