@@ -120,10 +120,16 @@ def loaded_singly(tile: Tile, body: Body) -> bool:
         return False
     apart = [dim for axis in (rows, others) if axis is not None for dim in axis.dims]
     walk = [step for step in over_rows(body, tile.strides) if along.dims and tile.strides[id(step)][along.dims[-1]] == 1]
-    whole = [step for step in walk if not _unlike(step) and step.access is not None and not step.access.byte_offset % 16
+    alike = [step for step in walk if not _unlike(step) or _takes_rows(step)]
+    whole = [step for step in alike if step.access is not None and not step.access.byte_offset % 16
              and (tile.ragged and tile.follows(step)
                   or not any(size % KNOWN for size in (along.extent, *(tile.strides[id(step)][dim] for dim in apart))))]
     return len(walk) - len(whole) > max(len(whole), 1)
+
+
+def _takes_rows(step: Step) -> bool:
+    """Does it read by indices that leave it on boundaries, such as all channels of a window's pixels?"""
+    return step.stage == "take" and not step.takes_bits and not any(stride % KNOWN for stride, _ in step.payload)  # type: ignore[attr-defined]
 
 
 def over_rows(body: Body, strides: Strides) -> list[Step]:
