@@ -52,6 +52,25 @@ def test_small_ones_and_short_rows_share_kernels() -> None:
         assert not any(name.startswith("pointwise") for name in names(weighted, *images(*size))), size
 
 
+def largest_beside_turned(x: Tensor) -> Any:
+    """The largest of every four queries beside keys that a product wants turned."""
+    queries, keys = x.unbind(1)
+    return queries.amax(1), keys.mT.contiguous()
+
+
+def largest_beside_copied(x: Tensor) -> Any:
+    queries, keys = x.unbind(1)
+    return queries.amax(1), keys * 2
+
+
+def test_what_is_stored_turned_is_not_beside_short_reductions() -> None:
+    x = torch.rand(64, 2, 4, 64, 96)
+    assert any(name.startswith("pointwise") for name in names(largest_beside_turned, x))
+    refusals = [str(r) for r in plan(record(largest_beside_turned, x)[0].graph).refusals]
+    assert any("lies across neighbouring results" in text for text in refusals)
+    assert len(names(largest_beside_copied, x)) == 1
+
+
 def test_sums_of_many_results_go_over_squares_of_both() -> None:
     rows, last = images(64, 64, 32, 32)
     assert names(lambda a, b: (a * b).sum((2, 3)), rows, last) == ["reduce_mul_sum"]

@@ -113,3 +113,10 @@ def test_between_forward_and_backward_a_byte_says_which_element_it_was(name: str
     bytes_only = windows[3] == [1, 1]
     assert any("*i8" in dict(step.kernel.signature).values() for step in kernels(made)) == bytes_only
     assert any("*i64" in dict(step.kernel.signature).values() for step in kernels(made)) != bytes_only
+
+
+def test_channels_side_by_side_are_read_in_vectors() -> None:
+    """Not by threads whose elements lie a warp apart, as operands off boundaries are."""
+    x = images(2, 32, 11, 13, channels_last=True, dtype=torch.bfloat16)
+    (kernel,) = kernels(check(lambda x: torch.ops.aten.max_pool2d_with_indices(x, *WINDOWS["resnet"]), x, count=1))
+    assert "multiple_of(tl.arange" not in kernel.kernel.source

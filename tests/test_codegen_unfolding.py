@@ -78,6 +78,15 @@ def test_what_follows_reads_the_image_itself() -> None:
     assert [node.name for node in kernel.nodes] == ["im2col", "clone"]
 
 
+def test_windows_of_channels_side_by_side_are_turned_in_squares() -> None:
+    """Also where rows of windows are short: several of them are one side of the square."""
+    x = images(2, 32, 12, 12, channels_last=True)
+    (kernel,) = kernels(check(lambda x: ops.im2col(x, *WINDOWS["three, every other"]), x, count=1))
+    assert "[:, None]" in kernel.kernel.source and "i1 // " not in kernel.kernel.source.split("m1 =")[0]
+    (kernel,) = kernels(check(lambda x: ops.im2col(x, *WINDOWS["three"]), x, count=1))
+    assert "[:, None]" in kernel.kernel.source
+
+
 @pytest.mark.parametrize("padding", [0, 1])
 def test_modules_on_the_device(padding: int) -> None:
     def both(x: Tensor) -> tuple[Tensor, Any]:
