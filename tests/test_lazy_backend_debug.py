@@ -41,3 +41,17 @@ def test_the_debug_views_show_what_is_recorded_and_run_nothing() -> None:
 def test_the_debug_views_refuse_other_tensors() -> None:
     with pytest.raises(ValueError, match="expected lazysched tensors"):
         lazy_backend.debug.text(torch.ones(2))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_what_is_recorded_for_other_layouts() -> None:
+    """What lies behind their parts: a sparse tensor's indices and values, what a nested one wraps."""
+    weights = torch.eye(4, device=DEVICE)
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 1], [2, 0]]), torch.tensor([3.0, 4.0]), (2, 3)).to(DEVICE)
+    sparse._values().sin_()
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], device=DEVICE, layout=torch.jagged)
+    for op, tensor in {"sin": sparse, "mul": nested * 2, "relu": weights.relu()}.items():
+        assert op in lazy_backend.debug.text(tensor)
+    for tensor in (weights.to_sparse(), weights.to_sparse_csr(), weights.to_sparse_csc()):
+        assert not lazy_backend.debug.graph(tensor).nodes, "they are made at once"
+    lazy_backend.explain([sparse * 2])

@@ -286,18 +286,6 @@ def test_values_share_memory_and_stay_lazy() -> None:
     assert made.to_dense().tolist() == [[0, 0, 6], [8, 0, 10]]
 
 
-def test_what_is_recorded_for_them_can_be_shown() -> None:
-    """What lies behind their parts; tensors with memory of their own are these."""
-    weights = torch.eye(4, device=DEVICE)
-    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], device=DEVICE, layout=torch.jagged)
-    made = {"sin": coo(DEVICE) * 1, "mul": nested * 2, "relu": weights.relu()}
-    made["sin"]._values().sin_()
-    for op, tensor in made.items():
-        assert op in lazy_backend.debug.text(tensor)
-    for tensor in (weights.to_sparse(), weights.to_sparse_csr(), weights.to_sparse_csc()):
-        assert not lazy_backend.debug.graph(tensor).nodes, "they are made at once"
-
-
 @pytest.mark.skipif(ON_GPU, reason="CUDA has no such tensors, and says so in its own words")
 def test_a_layout_that_the_device_cannot_hold_says_what_to_do() -> None:
     with pytest.raises(NotImplementedError, match=r"mkldnn.*call .cpu\(\)"):
