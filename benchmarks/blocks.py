@@ -5,7 +5,7 @@
 
 What stands between the products of models that people train (`benchmarks.transformer_blocks`, `.image_blocks`, `.loss_blocks`,
 `.sequence_blocks`, `.field_blocks`, `.update_blocks`, `.language_blocks`, `.picture_blocks`, `.science_blocks`,
-`.number_blocks`): microseconds on the GPU alone, launches queued, contestants in turns. Both
+`.number_blocks`, `.window_blocks`): microseconds on the GPU alone, launches queued, contestants in turns. Both
 compile in ``--workers`` processes first. Results are compared with float64's, from which eager mode's may be as far.
 """
 
@@ -34,8 +34,9 @@ from benchmarks.sequence_blocks import SEQUENCES
 from benchmarks.shapes import DEVICE, wrong
 from benchmarks.transformer_blocks import TRANSFORMERS
 from benchmarks.update_blocks import UPDATES
+from benchmarks.window_blocks import WINDOWS
 
-BLOCKS = [*TRANSFORMERS, *IMAGES, *LOSSES, *SEQUENCES, *FIELDS, *UPDATES, *LANGUAGE, *PICTURES, *SCIENCES, *NUMBERS]
+BLOCKS = [*TRANSFORMERS, *IMAGES, *LOSSES, *SEQUENCES, *FIELDS, *UPDATES, *LANGUAGE, *PICTURES, *SCIENCES, *NUMBERS, *WINDOWS]
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
