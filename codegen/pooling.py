@@ -15,7 +15,7 @@ from typing import Any, Callable, Mapping, Sequence
 
 import torch
 
-from codegen.bounds import add, over, times
+from codegen.bounds import add, over, rest, times
 from codegen.expressions import Unsupported
 from codegen.instructions import Instr, Part, scratch_value
 from codegen.lowering import Lowering, arguments
@@ -208,11 +208,13 @@ def lower_max_pool_backward(node: Node, scratch: int, known: Known) -> list[Part
     narrow = known.narrow.get(indices.value)
     narrow = narrow if narrow is not None and narrow.layout == replace(indices.layout, dtype=torch.int8) else None
     mine = _number(lowering, own, lowering.shape[first:])
+    begin, steps = _taps_of(lowering, axes, own)
     total: Instr | None = None
-    for places in itertools.product(*(windows(lowering, axis, place) for axis, place in zip(axes, own))):
-        chosen, value = (take(lowering, operand, places) for operand in (narrow or indices, grad))
+    places = (windows(lowering, axis, place) for axis, place in zip(axes, own))
+    for window, behind in zip(itertools.product(*places), itertools.product(*steps)):
+        chosen, value = (take(lowering, operand, window) for operand in (narrow or indices, grad))
         if narrow is not None:
-            mine = _tap(lowering, axes, own, places)
+            mine = add(lowering, begin, sum(behind))
         passed = lowering.expr("tl.where({0} == {1}, {2}, 0.0)", chosen, mine, value, dtype=value.dtype)
         passed.rounded = value.rounded
         total = passed if total is None else lowering.expr("{0} + {1}", total, passed, dtype=value.dtype)
@@ -221,19 +223,16 @@ def lower_max_pool_backward(node: Node, scratch: int, known: Known) -> list[Part
     return [lowering.part]
 
 
-def _tap(lowering: Lowering, axes: Sequence[Axis], own: Sequence[Instr], window: Sequence[Instr]) -> Instr:
-    """Which element of a window the one at these places is, as `_pitches` counts them."""
-    number, *others = (_within(lowering, *each) for each in zip(axes, own, window))
-    for within, axis in zip(others, axes[1:]):
-        pitch = lowering.size(axis.windows * axis.stride, torch.int32)
-        number = lowering.expr("{0} * {2} + {1}", number, within, pitch, dtype=torch.int32)
-    return number
-
-
-def _within(lowering: Lowering, axis: Axis, place: Instr, window: Instr) -> Instr:
-    """Where in a window an element lies along a dimension; not below the window's extent where it lies beside it."""
-    padding, stride = (lowering.size(number, torch.int32) for number in (axis.padding, axis.stride))
-    return lowering.expr("{0} + {1} - {2} * {3}", place, padding, window, stride, dtype=torch.int32)
+def _taps_of(lowering: Lowering, axes: Sequence[Axis], own: Sequence[Instr]) -> tuple[Instr, list[list[int]]]:
+    """Which element of its last window each is, as `_pitches` counts them, and what each of `windows` along a dimension adds to
+    that; not below the window's extent where it lies beside it."""
+    number, steps = lowering.expr("0", dtype=torch.int32), []
+    for axis, place, pitch in zip(axes, own, _pitches(axes)):
+        steps.append([back * axis.stride * pitch for back in reversed(range(axis.windows))])
+        if axis.stride > 1:
+            within = times(lowering, rest(lowering, add(lowering, place, axis.padding), axis.stride), pitch)
+            number = lowering.expr("{0} + {1}", number, within, dtype=torch.int32)
+    return number, steps
 
 
 def windows(lowering: Lowering, axis: Axis, place: Instr) -> list[Instr]:
