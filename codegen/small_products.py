@@ -17,6 +17,7 @@ from codegen.instructions import Instr, Part
 from codegen.lowering import Lowering, arguments
 from codegen.promotion import HALF
 from codegen.reductions import operand_of
+from ir_nodes import settings
 from ir_nodes.node import Node, Operand
 
 FEW, SOME, AREA = 7, 16, 512
@@ -33,6 +34,8 @@ NAMES = frozenset(_FACTORS)
 def lower_small_product(node: Node) -> list[Part]:
     """mm, addmm, bmm and baddbmm; sums are held in float32, or float64, and rounded once. Raises Unsupported where a library
     had better multiply."""
+    if not settings.enabled("small_products"):
+        raise Unsupported("small_products is switched off")
     args, out = arguments(node), node.writes[0].layout
     left, right = (operand_of(args[name]) for name in _FACTORS[node.name])
     if {left.layout.dtype, right.layout.dtype} != {out.dtype} or out.dtype not in (torch.float32, torch.float64, *HALF):

@@ -55,6 +55,7 @@ OPTIMISATIONS: dict[str, str] = {
     "overlap_launches": "a kernel's programs are placed while the last ones of the kernel before it run",
     "numbered_arguments": "programs of a launch that kernels share find their arguments by number, not in branches",
     "templates": "matrix products with what follows them in one kernel, where LAZYSCHED_TEMPLATES asks and it measured faster",
+    "small_products": "matrix products of few summands are elementwise, in the kernel of what is around them",
     "attention": "attention in kernels of our own, where LAZYSCHED_ATTENTION asks for it",
     "attention_sums": "kernels of our own that make attention's gradients sum blocks of them, where biases need their sums",
     "autotune": "block sizes and warps are measured, once per kernel and machine, where LAZYSCHED_AUTOTUNE asks for it",

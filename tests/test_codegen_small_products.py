@@ -74,6 +74,12 @@ def test_few_results_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "takes no longer" in check(torch.mm, data(9, 2), data(2, 9), extern=1).steps[0].reason  # type: ignore[union-attr]
 
 
+def test_without() -> None:
+    with settings.override(disable=frozenset({"small_products"})):
+        made = check(torch.mm, data(9, 2), data(2, 9), extern=1)
+    assert "switched off" in made.steps[0].reason  # type: ignore[union-attr]
+
+
 def test_integers_are_the_librarys() -> None:
     check(torch.mm, data(9, 2).long(), data(2, 9).long(), extern=1)
 
