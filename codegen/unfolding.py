@@ -159,12 +159,12 @@ def _sums(node: Node, source: Operand, dims: Sequence[tuple[Axis, int, int]], st
 
 def _shares(lowering: Lowering, axis: Axis, dim: int, count: int, tap: int, window: int) -> list[Share]:
     """Along a dimension the windows that an element may lie in, in ascending order; ``tap`` and ``window`` are the strides."""
+    if (axis.kernel if axis.stride == 1 else axis.windows) > MOST_WINDOWS:
+        raise Unsupported(f"elements that lie in more than {MOST_WINDOWS} windows")
     place = add(lowering, lowering.coord(dim), axis.padding)
     if axis.stride == 1:  # each of a window's elements in a window of its own
         return [Share(((add(lowering, place, -number * axis.dilation), window, count),), number * tap, None)
                 for number in reversed(range(axis.kernel))]  # fmt: skip
-    if axis.windows > MOST_WINDOWS:
-        raise Unsupported(f"elements that lie in more than {MOST_WINDOWS} windows")
     within = rest(lowering, place, axis.stride)
     shares = []
     for number, back in zip(windows(lowering, axis, lowering.coord(dim)), reversed(range(axis.windows))):
