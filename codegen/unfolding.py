@@ -21,6 +21,7 @@ from codegen.instructions import Instr, Part
 from codegen.lowering import Lowering, arguments
 from codegen.pooling import MOST_WINDOWS, Axis, axes_of, windows
 from codegen.reductions import operand_of
+from codegen.whole_windows import in_runs
 from ir_nodes.layout import Layout
 from ir_nodes.node import Node, Operand
 
@@ -101,7 +102,7 @@ def lower_col2im(node: Node) -> list[Part]:
     columns = _columns(source.layout, axes, counts)
     if _side_by_side(axes) and write.layout.size[-2:] == tuple(count * axis.kernel for count, axis in zip(counts, axes)):
         rank = len(columns.size)
-        lies = _in_windows(write.layout, axes)
+        lies = in_runs(write.layout, [axis.kernel for axis in axes])
         lowering = Lowering(node, lies.size)
         order = (*range(rank - 4), rank - 2, rank - 4, rank - 1, rank - 3)
         same = replace(columns, size=lies.size, stride=tuple(columns.stride[dim] for dim in order))
@@ -110,12 +111,6 @@ def lower_col2im(node: Node) -> list[Part]:
     dims = [(axis, len(write.layout.size) - 2 + number, count) for number, (axis, count) in enumerate(zip(axes, counts))]
     strides = list(zip(columns.stride[-4:-2], columns.stride[-2:]))
     return [_sums(node, Operand(source.value, columns), dims, strides)]
-
-
-def _in_windows(layout: Layout, axes: Sequence[Axis]) -> Layout:
-    """Images as (..., windows down, taps down, windows along, taps along), where windows lie side by side."""
-    rank = len(layout.size)
-    return layout.in_runs(rank - 1, axes[1].kernel).in_runs(rank - 2, axes[0].kernel)
 
 
 def lower_unfold_backward(node: Node) -> list[Part]:
