@@ -166,7 +166,7 @@ def _where(lowering: Lowering, axes: Sequence[Axis], tap: Instr, begins: Sequenc
     places, pitches = [], _pitches(axes)
     for axis, begin, pitch in zip(axes, begins, pitches):
         within = lowering.expr(f"{{0}} // {pitch}", tap, dtype=torch.int32) if pitch > 1 else tap
-        tap = lowering.expr(f"{{0}} % {pitch}", tap, dtype=torch.int32) if pitch > 1 else tap
+        tap = lowering.expr(f"{{0}} % {pitch}", tap, dtype=torch.int32) if pitch > 1 else lowering.expr("0", dtype=torch.int32)
         places.append(lowering.expr("{0} + {1}", begin, times(lowering, within, axis.dilation), dtype=torch.int32))
     return _number(lowering, places, extents)
 

@@ -16,6 +16,7 @@ WINDOWS = {  # kernel, stride, padding, dilation, ceil_mode
     "resnet": ([3, 3], [2, 2], [1, 1], [1, 1], False),
     "apart": ([2, 2], [3, 3], [0, 0], [1, 1], True),
     "uneven": ([3, 2], [1, 2], [1, 0], [2, 1], True),
+    "of one column": ([3, 1], [1, 1], [1, 0], [1, 1], False),
     "default stride": ([2, 3], [], [0, 1], [1, 1], False),
 }
 last = pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
