@@ -84,8 +84,7 @@ class Update:
         operand = self._args[name][self.index]
         if not isinstance(operand, Operand):
             raise Unsupported(f"{name} without old contents")
-        like = self._args["self"][self.index].layout
-        if operand.layout.size and (operand.layout.size, operand.layout.stride) != (like.size, like.stride):
+        if operand.layout.size and _steps(operand.layout) != _steps(self._args["self"][self.index].layout):
             raise Unsupported("a parameter whose gradient or state lies otherwise in memory")
         return self.lowering.load(operand)
 
@@ -108,9 +107,7 @@ class Update:
     def gradient(self) -> Instr:
         """The gradient, divided by GradScaler's scale, which is stored then; negated where the objective is maximised."""
         gradient = self.value("grads")
-        if self._args.get("grad_scale") is None:
-            self.lowering.write(self._positions["grads"] + self.index, self.load("grads"))  # unchanged, so nothing is stored
-        else:
+        if self._args.get("grad_scale") is not None:
             gradient = self.compute("@div({0}, {1})", gradient, self.number("grad_scale"))
             self.store("grads", gradient)
         return self.compute("-{0}", gradient) if self.flag("maximize") else gradient
@@ -119,10 +116,15 @@ class Update:
         return None if self._args.get("found_inf") is None else self.number("found_inf")
 
 
+def _steps(layout: Layout) -> list[tuple[int, int]]:
+    """Sizes and strides, as ATen compares them: without dimensions of one element, whose strides mean nothing."""
+    return [(size, stride) for size, stride in zip(layout.size, layout.stride) if size != 1]
+
+
 def _positions(args: dict[str, Any], count: int) -> dict[str, int]:
     """Where each written list begins among the node's writes."""
     names = ("self", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "momentum_buffer_list")
-    written = [name for name in names if args.get(name)]
+    written = [name for name in names if args.get(name) and (name != "grads" or args.get("grad_scale") is not None)]
     return {name: count * position for position, name in enumerate(written)}
 
 

@@ -49,19 +49,19 @@ class Graph:
         written: list[Access] = []
         reads_only = ops.reads_only(target, args)
 
-        def resolve(arg: Arg) -> Arg:
+        def resolve(arg: Arg, position: int) -> Arg:
             if isinstance(arg, (list, tuple)):
-                return tuple(resolve(item) for item in arg)
+                return tuple(resolve(item, position) for item in arg)
             if not isinstance(arg, Access):
                 return arg
-            if arg.mode == "r" or reads_only:
+            if arg.mode == "r" or position in reads_only:
                 operand = Operand(self.last(arg.buffer), arg.layout)
                 reads.append(operand)
                 return operand
             written.append(arg)
             return Target(len(written) - 1)
 
-        resolved = tuple(resolve(arg) for arg in args)
+        resolved = tuple(resolve(arg, position) for position, arg in enumerate(args))
         returns: list[int | None] = []
         for out in outs:
             returns.append(None if out is None else len(written))

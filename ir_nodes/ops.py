@@ -216,12 +216,23 @@ def written_mode(target: str, arg_index: int) -> str:
     return "w" if arg.kwarg_only or row.write_only and arg_index == 0 else "rw"
 
 
-def reads_only(target: str, args: Sequence[object]) -> bool:
-    """True for batch norm in evaluation: the running statistics that it may write it then only reads."""
-    if target not in ("aten::native_batch_norm", "aten::_native_batch_norm_legit"):
-        return False
+_READ_UNLESS = {
+    **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit"), ("training", False, ("running_mean", "running_var"))),
+    **dict.fromkeys(("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"), ("grad_scale", None, ("grads",))),
+}
+"""Which argument must have which value for which others to be only read, though the schema writes them: running statistics in
+evaluation, gradients that no scale is taken off."""
+
+
+def reads_only(target: str, args: Sequence[object]) -> frozenset[int]:
+    """Positions of what the op, given ``args``, leaves as it is, though with others it may write it."""
+    found = _READ_UNLESS.get(target.removeprefix("aten::").partition(".")[0])
+    if found is None:
+        return frozenset()
+    condition, value, kept = found
     names = [spec.name for spec in schema(target).arguments]
-    return args[names.index("training")] is False
+    given = dict(zip(names, args))
+    return frozenset(names.index(name) for name in kept if name in names) if given.get(condition) is value else frozenset()
 
 
 def first_of(name: str) -> str:

@@ -132,10 +132,11 @@ def _check_arguments(node: Node, after: str) -> None:
     slots = targets + [index for index in node.returns if index is not None]
     if slots != list(range(len(node.writes))):
         raise VerificationError(after, node, f"its {len(node.writes)} writes are not its targets and returns, {slots}")
+    read = ops.reads_only(node.target, node.args)
     for index, item in flat:
         mode = ops.written_mode(node.target, index)
         name = specs[index].name
-        if isinstance(item, Operand) and mode != "r" and not ops.reads_only(node.target, node.args):
+        if isinstance(item, Operand) and mode != "r" and index not in read:
             raise VerificationError(after, node, f"only reads {name}, which the op writes")
         if isinstance(item, Target):
             _check_target(node, node.writes[item.index], mode, name, after)

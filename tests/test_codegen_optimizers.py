@@ -110,6 +110,31 @@ def test_parameters_that_share_memory_are_left_to_aten() -> None:
     assert "share memory" in next(step.reason for step in externs(plan(recording.graph)) if "fused" in step.node.target)
 
 
+def test_gradients_that_share_memory_are_read() -> None:
+    """As those of biases that were joined: BEiT's of queries and values."""
+    def program(grads: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        parameters, firsts, seconds = split(tensors, 3)
+        adam(*parameters, *(grads * 2).view(3, 8)[::2], *firsts, *seconds)
+        return tensors
+
+    check(program, torch.rand(24), *lists(3, sizes=((8,), (8,))), combos=True)
+
+
+@pytest.mark.parametrize(("stride", "why"), [((8, 3, 1), None), ((1, 1, 4), "lies otherwise in memory")])
+def test_strides_of_single_elements_mean_nothing(stride: tuple[int, ...], why: str | None) -> None:
+    def program(memory: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        parameter, first, second = tensors
+        adam(parameter, memory.as_strided((4, 1, 8), stride), first, second)
+        return tensors
+
+    tensors = torch.rand(32), *lists(3, sizes=((4, 1, 8),))
+    recording, _ = record(program, *tensors)
+    reasons = [step.reason for step in externs(plan(recording.graph)) if "fused" in step.node.target]
+    assert reasons == [] if why is None else why in reasons[0]
+    if why is None:
+        check(program, *tensors, combos=True)
+
+
 @pytest.mark.parametrize("order", [2, 1])
 def test_norms_of_a_list(order: int) -> None:
     check(lambda *given: torch._foreach_norm(list(given), order), *lists(1), (torch.rand(70_000) - 0.5), combos=True)

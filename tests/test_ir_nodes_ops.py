@@ -149,3 +149,20 @@ def test_split() -> None:
     assert ops.split("aten::add.out") == ("aten", "add", "out")
     assert ops.split("aten::relu_") == ("aten", "relu_", "")
     assert ops.split("mylib::f.x") == ("mylib", "f", "x")
+
+
+@pytest.mark.parametrize(
+    ("target", "given", "read"),
+    [
+        ("aten::native_batch_norm", {"training": False}, {"running_mean", "running_var"}),
+        ("aten::native_batch_norm", {"training": True}, set()),
+        ("aten::_native_batch_norm_legit.no_stats", {"training": False}, set()),
+        ("aten::_fused_adamw_", {"grad_scale": None}, {"grads"}),
+        ("aten::_fused_sgd_.tensor_lr", {"grad_scale": 1.0}, set()),
+        ("aten::add_.Tensor", {}, set()),
+    ],
+)
+def test_what_an_op_only_reads_with_these_arguments(target: str, given: dict[str, object], read: set[str]) -> None:
+    names = [arg.name for arg in ops.schema(target).arguments]
+    found = ops.reads_only(target, [given.get(name, 0) for name in names])
+    assert {names[position] for position in found} == read
