@@ -7,11 +7,11 @@ from typing import Collection, Sequence
 from codegen.aligned import in_a_vector, in_vectors
 from codegen.body import Body, Step
 from codegen.instructions import FULL
+from codegen.monoids import COMBINE, identity
 from codegen.online import ONLINE, end_lines, loop_lines
 from codegen.promotion import TRITON_TYPES
 from codegen.source_args import ArgumentList
 from codegen.tile import Tile
-from codegen.triton_instructions import COMBINE, identity
 from codegen.unloaded import along, loads_nothing
 from codegen.word_source import WordWriter
 

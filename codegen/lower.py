@@ -17,6 +17,7 @@ from codegen import (
     joining,
     linear_resizing,
     losses,
+    narrow_products,
     normalisation,
     one_of_each,
     optimizers,
@@ -115,8 +116,15 @@ THROUGH: dict[str, Callable[[Node, Known], list[Part]]] = {
 """Ops for which it matters what makes their operands."""
 
 
-PRODUCTS: dict[str, Callable[[Node], list[Part]]] = dict.fromkeys(small_products.NAMES, small_products.lower_small_product)
-"""Matrix products, of which those of a few summands are elementwise."""
+def _lower_product(node: Node, known: Known) -> list[Part]:
+    narrow = narrow_products.narrow_product(node)
+    if narrow is None or node.name in small_products.NAMES and narrow.wide.layout.size[-1] <= small_products.FEW:
+        return small_products.lower_small_product(node)
+    return narrow_products.lower_narrow_product(node, narrow, known)
+
+
+PRODUCTS: dict[str, Callable[[Node, Known], list[Part]]] = dict.fromkeys(narrow_products.NAMES, _lower_product)
+"""Products of matrices and vectors, of which those of a few summands are elementwise and those of a few results are sums."""
 
 
 BITWISE: dict[str, Callable[[Node], list[Part]]] = {"pack_bits": packing.lower_pack, "unpack_bits": packing.lower_unpack}
@@ -215,9 +223,10 @@ def _lower_named(node: Node, scratch: int, tuning: Tuning, known: Known) -> list
         if not settings.enabled("windows"):
             raise Unsupported("windows is switched off")
         return JOINS[node.name](node, known)
-    if node.name in THROUGH:
-        return THROUGH[node.name](node, known)
-    for table in (INDEXED, PLACED, PRODUCTS, RESULTS, BITWISE):
+    for through in (THROUGH, PRODUCTS):
+        if node.name in through:
+            return through[node.name](node, known)
+    for table in (INDEXED, PLACED, RESULTS, BITWISE):
         if node.name in table:
             return table[node.name](node)
     part = lower_pointwise(node)

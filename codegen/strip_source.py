@@ -11,9 +11,9 @@ from typing import Callable, Iterable, Sequence
 from codegen.ahead_source import AheadWriter, renamed
 from codegen.body import Body, Step
 from codegen.instructions import FULL, IN_BITS
+from codegen.monoids import COMBINE
 from codegen.source_args import ArgumentList
 from codegen.tile import Tile
-from codegen.triton_instructions import COMBINE
 from codegen.unloaded import along
 from ir_nodes import settings
 

@@ -7,37 +7,18 @@ import torch
 from codegen import bounds
 from codegen.body import Body, Step
 from codegen.instructions import FULL, IN_BITS, UNIFORM
+from codegen.monoids import COMBINE, identity
 from codegen.onehot import ONE_HOT
 from codegen.packed_source import BitWriter
 from codegen.product import Product, product_lines
 from codegen.promotion import HALF, TRITON_TYPES
 from codegen.random_source import random_lines
+from codegen.shared_rows import for_each_row
 from codegen.source_args import ArgumentList
 from codegen.tile import Tile
 from codegen.unloaded import along, loads_nothing
 
-
-def identity(how: str, dtype: torch.dtype) -> str:
-    """What combining with changes nothing."""
-    if how == "add":
-        return "0.0" if dtype.is_floating_point else "0"
-    if how == "mul":
-        return "1.0" if dtype.is_floating_point else "1"
-    if dtype.is_floating_point:
-        return 'float("-inf")' if how in ("max", "logaddexp") else 'float("inf")'
-    info = torch.iinfo(dtype)
-    return str(info.min if how == "max" else info.max)
-
-
 BF16_ROUNDING = "{0}.to(tl.bfloat16).to(tl.float32)"
-
-COMBINE = {
-    "add": "{0} + {1}",
-    "mul": "{0} * {1}",
-    "max": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
-    "min": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
-    "logaddexp": "_logaddexp({0}, {1})",
-}
 
 
 def in_bfloat16(step: Step) -> bool:
@@ -61,6 +42,7 @@ class InstructionWriter(BitWriter):
         super().__init__(body, tile, arguments)
         self._names: dict[int, str] = {}
         self._emitted: set[int] = set()
+        self._for_each_row = for_each_row(body, tile)
         self._wide = {id(arg) for step in body.steps if step.stage != "store" and not in_bfloat16(step) for arg in step.args}
 
     def _name(self, step: Step) -> str:
@@ -162,6 +144,8 @@ class InstructionWriter(BitWriter):
             offset += f" - {self.arguments.stride(step.access.shift)}"
         elif offset == "i1" and self._from_boundaries():
             offset = "(-shift) + at"
+        elif id(step) in self._for_each_row:
+            offset += f" + {self._arange(0)} * 0"
         if step.args:
             mask += " & " * bool(mask) + f"{self._name(step.args[0])}, other=0"
         where = f"{self._pointer(step)} + {offset}" + (f", mask={mask}" if mask else "") if offset else self._pointer(step)

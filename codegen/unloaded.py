@@ -24,11 +24,11 @@ def along(step: Step, tile: Tile) -> str:
     """What a reduction goes along, how, and the shape of its result: a plain number, which has no layout, where that is one row's
     of positions alone."""
     rows, axis, how = tile.axes[0], tile.reduced_axis, "add" if step.text == ONLINE else step.text
-    alone = axis == 1 and (rows is None or rows.block == 1) and loads_nothing(_behind(step))
+    alone = axis == 1 and (rows is None or rows.block == 1) and loads_nothing(behind(step))
     return f"None, _{how}" if alone else f"{axis}, _{how}, keep_dims=True"
 
 
-def _behind(step: Step) -> set[Step]:
+def behind(step: Step) -> set[Step]:
     """All that a reduction's elements are computed from."""
     found: set[Step] = set()
     stack = list(step.args)

@@ -1,0 +1,34 @@
+"""Operands that all rows of a block share, such as a bias, of which a row's sum is made. Imports codegen's leaf modules and
+`ir_nodes.settings`.
+
+Loaded once, such an operand is spread over all threads of a program, and so the compiler lays the rows, too, which it then sums
+and hands from thread to thread through shared memory. Loaded for each row, from the cache, it lies as they do. On an H200 in
+bfloat16, 2^25 elements, a norm over 64 of a sum with a bias takes 43 us instead of 85; 2^26, rows of 64 times a vector 34 instead
+of 85. Where nothing but results are made of it, as of a norm's weight, loading it once takes up to a tenth less.
+"""
+
+from __future__ import annotations
+
+from codegen.body import Body, Step
+from codegen.instructions import FULL
+from codegen.tile import Tile
+from codegen.unloaded import behind
+from ir_nodes import settings
+
+
+def for_each_row(body: Body, tile: Tile) -> frozenset[int]:
+    """The loads (by id) of what all rows of a block share, that are to be made for each of them."""
+    rows = tile.axes[0]
+    moved = tile.covered or tile.strips or tile.peel or tile.walk is not None
+    if tile.reduced_axis != 1 or rows is None or rows.block == 1 or moved or not settings.enabled("shared_rows"):
+        return frozenset()
+    before = {step for reduce in body.steps if reduce.stage == "reduce" and not reduce.across for step in behind(reduce)}
+    return frozenset(id(step) for step in before if _shared(step, tile))
+
+
+def _shared(step: Step, tile: Tile) -> bool:
+    if step.stage != "load" or step.level != FULL or step.args or step.access is None or step.access.scattered:
+        return False
+    along, *others = (axis for axis in (tile.axes[1], tile.axes[0], tile.axes[2]) if axis is not None)
+    strides = tile.strides[id(step)]
+    return any(strides[dim] for dim in along.dims) and not any(strides[dim] for axis in others for dim in axis.dims)
