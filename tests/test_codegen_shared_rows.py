@@ -21,7 +21,8 @@ def data(*size: int, seed: int = 0) -> torch.Tensor:
 
 def loads(made: Any, kernel: int = 0) -> list[bool]:
     """Of each load of what all rows share, in the kernel's order: is it made for each row?"""
-    lines = [line for line in kernels(made)[kernel].kernel.source.splitlines() if "tl.load(" in line and "i0" not in line and "base" not in line]
+    source = kernels(made)[kernel].kernel.source
+    lines = [line for line in source.splitlines() if "tl.load(" in line and "i0" not in line and "base" not in line]
     return [EACH in line for line in lines]
 
 
