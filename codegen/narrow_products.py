@@ -27,11 +27,11 @@ FEW = 4
 """Rows or columns of results at most."""
 LEAST = 1 << 18
 """Elements of the large matrix; a library's kernel for fewer takes no longer than a launch."""
-SHORT, APART = 256, 1024
-"""Up to how many summands of a row, or results along a column, four of each cost no more than a library's tiles in 16 bits; and
-up to how many of a row the narrow matrix is read in steps. On an H200, us of a library and of these kernels alone: 2^20 rows of
-64 for one, three results in bfloat16 36, 179 and 34, 43; 2^20 of 16 for four 97 and 13; 16,384 of 4,096 for four 50 and 127 in
-steps."""
+SHORT, APART, EACH = 256, 1024, 64
+"""Up to how many summands of a row, or results along a column, four of each cost no more than a library's tiles in 16 bits; up to
+how many of a row the narrow matrix is read in steps; and up to how many that matrix is another for other rows. On an H200, us
+of a library and of these kernels alone: 2^20 rows of 64 for one, three results in bfloat16 36, 179 and 41, 49; 2^20 of 16 for
+four 97 and 15; 16,384 of 4,096 for four 50 and 127 in steps; 4,096 times 196 of 32 for four 47 and 29, 32 of 196 36 and 64."""
 _FACTORS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2"),
             "mv": ("self", "vec"), "addmv": ("mat", "vec"), "dot": ("self", "tensor")}
 _VECTORS = ("mv", "addmv", "dot")
@@ -84,7 +84,7 @@ def lower_narrow_product(node: Node, product: Product, known: Known) -> list[Par
         raise Unsupported(f"no kernel for {node.target} of {str(layout.dtype).removeprefix('torch.')}")
     if math.prod(layout.size) < LEAST:
         raise Unsupported(f"no kernel for {node.target}: a library's kernel for less than {LEAST} elements takes no longer")
-    columns = layout.stride[-2] < layout.stride[-1]  # walked as it lies, as what makes it is
+    columns = layout.size[-2] > 1 and layout.stride[-2] < layout.stride[-1]  # walked as it lies, as what makes it is
     if _better_in_tiles(product, columns, known):
         raise Unsupported(f"no kernel for {node.target}: a library multiplies matrices of this size")
     wide, narrow = (_turned(one) if columns else one for one in (product.wide, product.narrow))
@@ -105,12 +105,16 @@ def lower_narrow_product(node: Node, product: Product, known: Known) -> list[Par
 
 def _better_in_tiles(product: Product, columns: bool, known: Known) -> bool:
     """Does a library take less time, though nothing shares its kernel?"""
-    long, inner = product.wide.layout.size[-2:]
+    *batch, long, inner = product.wide.layout.size
     if not columns and product.few > 1 and product.narrow.layout.stride[-1] != 1 and inner > APART:
         return True
     if product.out.dtype not in HALF or product.wide.value in known.parts:
         return False
-    return product.few == 1 or product.few == FEW and long > SHORT if columns else product.few > 2 and inner > SHORT
+    if columns:
+        return product.few == 1 or product.few == FEW and long > SHORT
+    if product.few > 2 and inner > SHORT or batch and inner > EACH:
+        return True
+    return product.bias is not None and inner > APART  # it is loaded for a row or two at a time
 
 
 def _added(lowering: Lowering, bias: Instr, total: Instr) -> Instr:

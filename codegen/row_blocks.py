@@ -22,6 +22,9 @@ from codegen.strips import strip_of
 from codegen.tuning import Tuning, power_of_two, snug_block
 from ir_nodes import settings
 
+AMPLE = 4
+"""Times as much as a program holds otherwise, where there are enough such programs."""
+
 
 def loop_lane(body: Body, tuning: Tuning) -> int:
     """Elements per thread where one operand is summed up in a loop; what reads several, or scans, has fewer at a time."""
@@ -89,7 +92,16 @@ def _light(body: Body, block: int) -> bool:
 
 def tile_of_rows(body: Body, tuning: Tuning, block: int) -> int:
     """Elements of the rows that a program holds."""
+    if _summed_alone(body, block) and body.numel >= AMPLE * tuning.tile * tuning.programs:
+        return AMPLE * tuning.tile
     return _in_one_warp(body, tuning, block) or (2 * tuning.tile if _light(body, block) else tuning.tile)
+
+
+def _summed_alone(body: Body, block: int) -> bool:
+    """Is one sum of short 16-bit rows all that is made? Its programs are through before others have started: sums of 2^20 rows of
+    64 take 32 us on an H200 by programs of 4,096 elements, 34 by 1,024."""
+    plain = narrow(body) and sums_only(body) and reduced_once(body) and not any(step.stage == "take" for step in body.steps)
+    return plain and 64 <= block <= 256 and body.extent % KNOWN == 0
 
 
 def neighbours(body: Body, tuning: Tuning) -> int:

@@ -125,3 +125,7 @@ def test_a_library_is_left_what_it_does_in_less_time_unless_a_kernel_makes_it(mo
     assert left_to_a_library(lambda x, y: x @ y.t(), (100, 300), (3, 300))
     assert not left_to_a_library(lambda x, y: x @ y.t(), (100, 300), (2, 300))
     assert left_to_a_library(lambda x, y: x.relu() @ y, (100, 1100), (1100, 3)), "it is read in steps"
+    assert left_to_a_library(lambda x, y: x @ y, (5, 40, 100), (5, 100, 1)), "another one for each of a batch"
+    assert not left_to_a_library(lambda x, y: x @ y, (5, 40, 50), (5, 50, 1))
+    assert not left_to_a_library(torch.dot, (5000,), (5000,))
+    assert left_to_a_library(torch.addmv, (30,), (30, 2000), (2000,))

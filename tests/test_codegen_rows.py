@@ -75,3 +75,15 @@ def test_a_program_moves_enough_to_be_worth_its_start(dtype: torch.dtype) -> Non
         assert rows * length * dtype.itemsize >= LEAST * 2 // 3
         _, rows = launch(norm, length, dtype)
         assert rows * length * dtype.itemsize * 2 >= LEAST // 2
+
+
+@pytest.mark.parametrize("length", [64, 128, 256])
+def test_sums_of_short_rows_take_more_of_them_where_there_are_enough(length: int) -> None:
+    """Planned only: this is of memory that is never written."""
+    def held(rows: int, dtype: torch.dtype) -> int:
+        recording, _ = record(lambda x: x[:1].expand(rows, length).relu().sum(-1), torch.zeros(2, length, dtype=dtype))
+        (step,) = [one for one in kernels(plan(recording.graph)) if "sum" in one.kernel.name]
+        return rows * length // step.grid[0]
+
+    enough = (1 << 23) // length
+    assert held(enough, torch.bfloat16) == 4 * held(enough, torch.float32) == 4 * held(enough // 16, torch.bfloat16)

@@ -40,7 +40,7 @@ def test_a_bias_before_a_norm_is_loaded_for_each_row_and_the_norms_weight_once()
 def test_masks_and_scales_that_rows_share(length: int) -> None:
     x, scale, mask = data(200, length), data(length, seed=1), data(length, seed=2) > 0
     made = check(lambda x, s, m: (x * s).masked_fill(m, -1e9).softmax(-1), x, scale, mask, count=1, rtol=1e-5, atol=1e-5)
-    assert loads(made) == [True, True]
+    assert loads(made) == [length >= 64] * 2
     check(lambda x, s: (x * s[::2].repeat_interleave(2)).sum(-1), x, scale, rtol=1e-4, atol=1e-4)
     check(lambda x, s: (x * s.flip(0)).amax(-1), x, scale, rtol=1e-5, atol=1e-5)
 
