@@ -22,7 +22,7 @@ from ir_nodes import settings
 from ir_nodes.estimate import CUDA
 
 PLANNED = ("cse", "fold", "recompute", "hold_less", "peak_order", "pad_rows", "fusion", "horizontal", "mix_order", "row_totals",
-           "split", "loop_order", "windows", "combo")
+           "split", "loop_order", "windows", "small_products", "narrow_products", "combo")
 PENDING = 1 << 42  # nothing runs, so nothing has to be let go
 
 

@@ -1,4 +1,4 @@
-"""Windows of images and series, resizing, boxes of volumes, and products of few summands. Imports torch,
+"""Windows of images and series, resizing, boxes of volumes, products of few summands or results, and what rows share. Imports torch,
 `benchmarks.model_blocks`."""
 
 from __future__ import annotations
@@ -85,3 +85,21 @@ def attention_in_windows(scores: Tensor, values: Tensor) -> Tensor:
 @block(full(1 << 22, 3), full(1 << 22, 3))
 def normals(x: Tensor, y: Tensor) -> Tensor:
     return F.normalize(torch.linalg.cross(x, y), dim=-1)
+
+
+@block(half(1 << 16, 1024), half(1, 1024), half(1))
+def number_for_each_row(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.linear(x.relu(), weight, bias).sigmoid()
+
+
+@block(half(32, 512, 768), half(2, 768), half(2))
+def beginnings_and_ends(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """How much each token looks like an answer's first, and its last."""
+    first, last = F.linear(x, weight, bias).unbind(-1)
+    return first.log_softmax(-1), last.log_softmax(-1)
+
+
+@block(half(1 << 18, 128), half(1 << 18, 128), half(128), half(128), half(128))
+def scaled_layer_and_norm(x: Tensor, y: Tensor, scale: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + y * scale
+    return total, F.layer_norm(total, (128,), weight, bias)

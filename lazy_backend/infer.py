@@ -125,7 +125,8 @@ def layouts(target: str, args: Arguments, metas: Arguments, device: torch.device
         few = samples.fewer(target, args, MOST_BYTES) if doubt.layouts and given else args
         if doubt.layouts and may_try(target, few, device, bool(given)):
             tried, found = try_on_device(target, few, device, doubt, lambda n: n)
-            return (tried, found) if few is args else (given, list(map(samples.as_many, found, returns)))
+            whole = few is args or samples.tells_all(target)
+            return (tried, found) if whole else (given, list(map(samples.as_many, found, returns)))
         if doubt.layouts and device.type == "cuda" and bytes_of(args) <= MOST_BYTES_ELSEWHERE:
             return try_on_cpu(target, args, doubt, (given, returns))
     except torch.OutOfMemoryError:

@@ -21,6 +21,7 @@ _EACH_SAMPLE = frozenset(
     "_native_batch_norm_legit_no_training max_pool2d_with_indices max_pool3d_with_indices avg_pool2d avg_pool2d_backward "
     "avg_pool3d avg_pool3d_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d".split()
 )
+_CHANNELED = frozenset("native_batch_norm native_batch_norm_backward _native_batch_norm_legit".split())
 _BATCHED = frozenset(("input", "self", "grad_output", "grad_out"))
 LEAST, ENOUGH = 2, 16
 """Of one sample a layout does not say where its dimension belongs; below 16 convolutions on a CPU may take another way."""
@@ -29,23 +30,73 @@ LEAST, ENOUGH = 2, 16
 def fewer(target: str, args: tuple[Any, ...], most_bytes: int) -> tuple[Any, ...]:
     """``args``, where they take more than ``most_bytes``, with few samples: an eighth of that, if it will do."""
     held = sum(arg.numel() * arg.element_size() for arg in args if isinstance(arg, Tensor))
-    if held <= most_bytes or ops.split(target)[1] not in _EACH_SAMPLE:
+    base = ops.split(target)[1]
+    named = {spec.name: arg for spec, arg in zip(ops.schema(target).arguments, args)}
+    if held > most_bytes and base in _OTHERWISE:
+        return tuple((named | _OTHERWISE[base](named)).values())
+    if held <= most_bytes or base not in _EACH_SAMPLE:
         return args
-    batched = [isinstance(arg, Tensor) and arg.dim() > 0 and spec.name in _BATCHED
-               for spec, arg in zip(ops.schema(target).arguments, args)]  # fmt: skip
+    batched = [isinstance(arg, Tensor) and arg.dim() > 0 and name in _BATCHED for name, arg in named.items()]
     counts = {arg.shape[0] for arg, cut in zip(args, batched) if cut}
     if len(counts) != 1:
         return args
     (count,) = counts
     most = count * most_bytes // held
     kept = max(most // 8, min(most, ENOUGH), LEAST)
+    if (kept >= count or kept > most) and base in _CHANNELED:
+        return tuple((named | _pixels(named)).values())
     return args if kept >= count else tuple(arg.narrow(0, 0, kept) if cut else arg for arg, cut in zip(args, batched))
+
+
+def tells_all(target: str) -> bool:
+    """Are the results' shapes those that fewer samples give, too?"""
+    return ops.split(target)[1] in _BAGS
+
+
+def _rows(named: dict[str, Any]) -> dict[str, Any]:
+    """Bags of a table's first rows, of which the results' shapes say nothing, but of whether a CPU's kernel is a fast one."""
+    return {"weight": _corner(named["weight"], 1)}
+
+
+def _layer_norm(named: dict[str, Any]) -> dict[str, Any]:
+    """One of few rows, or, where all is one row, of few elements: it tells which dtype the statistics have."""
+    shape = named["normalized_shape"]
+    whole = len(shape) == named["input"].dim()
+    parts = ("input", "grad_out", "mean", "rstd", *(("weight", "bias") if whole else ()))
+    few = {name: _corner(named[name], 0 if whole else len(shape)) for name in parts if isinstance(named.get(name), Tensor)}
+    return few | {"normalized_shape": [min(size, LEAST) for size in shape] if whole else shape}
+
+
+def _group_norm(named: dict[str, Any]) -> dict[str, Any]:
+    """One of few samples and pixels."""
+    few = _pixels(named)
+    few |= {name: named[name].narrow(0, 0, min(named["N"], LEAST)) for name in ("mean", "rstd") if name in named}
+    return few | {"N": min(named["N"], LEAST), "HxW": few["input"][0, 0].numel()}
+
+
+def _pixels(named: dict[str, Any]) -> dict[str, Any]:
+    """Two samples' first pixels, with all their channels."""
+    images = {name: named[name].movedim(1, -1) for name in ("input", "grad_out") if name in named}
+    return {name: _corner(image, 1).movedim(-1, 1) for name, image in images.items()}
+
+
+_BAGS = ("_embedding_bag", "_embedding_bag_forward_only")
+_OTHERWISE = {"native_layer_norm": _layer_norm, "native_layer_norm_backward": _layer_norm, "native_group_norm": _group_norm,
+              "native_group_norm_backward": _group_norm, **dict.fromkeys(_BAGS, _rows)}
+"""Ops whose trials are not on fewer samples of all that they have."""
+
+
+def _corner(tensor: Tensor, kept: int) -> Tensor:
+    """At most two along each dimension but the last ``kept``."""
+    return tensor[tuple(slice(LEAST) for _ in range(tensor.dim() - kept))]
 
 
 def as_many(found: Any, known: Any) -> Any:
     """``known``, a result on Meta, with the strides and the dtype that ``found``, the same of fewer samples, has in truth."""
-    if not isinstance(found, Tensor) or not isinstance(known, Tensor) or found.shape[1:] != known.shape[1:]:
+    if not isinstance(found, Tensor) or not isinstance(known, Tensor):
         return known
+    if found.shape[1:] != known.shape[1:]:
+        return torch.empty_strided(known.shape, known.stride(), dtype=found.dtype, device="meta")
     # Where samples do not lie one after the other, strides depend on how many there are.
     outermost = all(found.stride(0) >= stride * size for size, stride in zip(found.shape[1:], found.stride()[1:]))
     if found.shape != known.shape and not outermost:

@@ -129,3 +129,54 @@ def test_a_norm_over_a_dimension_that_is_not_there_is_eagers_error() -> None:
     for dim in (2, -3):
         with pytest.raises(IndexError, match="Dimension out of range"):
             torch.linalg.vector_norm(torch.ones(3, 1, device=DEVICE), dim=dim)
+
+
+@pytest.mark.parametrize("shape", [(370, 8), (11, 5, 8), (1, 900, 8), (2, 3, 5, 7, 8)], ids=str)
+@pytest.mark.parametrize("whole", [False, True])
+def test_large_norms_statistics_have_their_dtype(shape: tuple[int, ...], whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU keeps a 16-bit norm's in 16 bits, though Meta says 32."""
+    monkeypatch.setattr(infer, "MOST_BYTES", 1 << 9)
+    normed = shape if whole else shape[-1:]
+    results = {}
+    for device in (DEVICE, PHYSICAL):
+        torch.manual_seed(0)
+        given = [torch.randn(size).to(device, torch.bfloat16).requires_grad_() for size in (shape, normed, normed)]
+        y = torch.nn.functional.layer_norm(given[0], normed, *given[1:])
+        z = torch.nn.functional.group_norm(given[0], 1)
+        results[device] = [y, z, *torch.autograd.grad((y, z), given, (y.detach(), z.detach()))]
+    for ours, eager in zip(*results.values()):
+        assert ours.dtype is eager.dtype and ours.stride() == eager.stride()
+        torch.testing.assert_close(ours.cpu(), eager.cpu())
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("offsets", [False, True])
+def test_bags_of_a_large_table(mode: str, offsets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU's kernels give some results other shapes than Meta says."""
+    monkeypatch.setattr(infer, "MOST_BYTES", 1 << 12)
+    table, picked = torch.randn(1000, 8), torch.randint(1000, (60,) if offsets else (15, 4))
+    for trained in (False, True):
+        results = []
+        for device in (DEVICE, PHYSICAL):
+            weight = table.to(device).requires_grad_(trained)
+            ends = torch.arange(0, 60, 4, device=device) if offsets else None
+            y = torch.nn.functional.embedding_bag(picked.to(device), weight, ends, mode=mode)
+            results.append([y.detach(), *(torch.autograd.grad(y, weight, y.detach()) if trained else ())])
+        for ours, eager in zip(*results):
+            torch.testing.assert_close(ours.cpu(), eager.cpu())
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3])
+def test_batch_norms_of_few_large_images(samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(infer, "MOST_BYTES", 1 << 12)
+    for training in (False, True):
+        results = []
+        for device in (DEVICE, PHYSICAL):
+            torch.manual_seed(0)
+            x, weight, mean = (torch.randn(size).to(device, torch.bfloat16) for size in ((samples, 4, 50, 40), (4,), (4,)))
+            x.requires_grad_()
+            y = torch.nn.functional.batch_norm(x, mean, weight.abs(), weight, weight, training=training)
+            results.append([y.detach(), *torch.autograd.grad(y, x, y.detach())])
+        for ours, eager in zip(*results):
+            assert ours.dtype is eager.dtype and ours.stride() == eager.stride()
+            torch.testing.assert_close(ours.cpu(), eager.cpu())
