@@ -1,5 +1,5 @@
-"""Windows of images and series, resizing, boxes of volumes, products of few summands or results, and what rows share. Imports torch,
-`benchmarks.model_blocks`."""
+"""Windows of images and series, resizing, boxes of volumes, products of few summands or results, and what rows share. Imports
+torch, `benchmarks.model_blocks`."""
 
 from __future__ import annotations
 
