@@ -18,8 +18,9 @@ Tensor = torch.Tensor
 
 _EACH_SAMPLE = frozenset(
     "convolution _convolution convolution_backward native_batch_norm native_batch_norm_backward _native_batch_norm_legit "
-    "_batch_norm_with_update batch_norm_backward _native_batch_norm_legit_no_training max_pool2d_with_indices max_pool3d_with_indices avg_pool2d avg_pool2d_backward "
-    "avg_pool3d avg_pool3d_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d".split()
+    "_batch_norm_with_update batch_norm_backward _native_batch_norm_legit_no_training max_pool2d_with_indices "
+    "max_pool3d_with_indices avg_pool2d avg_pool2d_backward avg_pool3d avg_pool3d_backward _adaptive_avg_pool2d "
+    "_adaptive_avg_pool2d_backward _adaptive_avg_pool3d".split()
 )
 _CHANNELED = frozenset(
     "native_batch_norm native_batch_norm_backward _native_batch_norm_legit _batch_norm_with_update batch_norm_backward".split()
