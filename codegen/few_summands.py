@@ -7,8 +7,6 @@ side by side. A reduction walks along the one or the other, and stores or loads 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from codegen.instructions import Instr, Part
 from codegen.lowering import Lowering, arguments
 from codegen.promotion import compute_dtype
@@ -36,7 +34,7 @@ def lower_few(node: Node, known: Known) -> list[Part]:
     if not 2 <= layout.size[dim] <= MOST or layout.stride[dim] == 1 or kept.size != one.size or not _turns(node, one, kept):
         return []
     lowering = Lowering(node, one.size)
-    parts = (replace(one, offset=one.offset + number * layout.stride[dim]) for number in range(layout.size[dim]))
+    parts = (layout.selected(dim, number) for number in range(layout.size[dim]))
     total = sum_through(lowering, known, (Operand(source.value, part) for part in parts), compute_dtype(write.layout.dtype))
     if _stores_for_it(lowering.part.instrs, source, known):
         return []

@@ -41,7 +41,7 @@ def lower_cat(node: Node, known: Known) -> list[Part]:
     rank = len(write.layout.size)
     sources = [operand_of(item) for item in args["tensors"]]
     if node.name == "stack":
-        sources = [Operand(source.value, _unsqueezed(source.layout, args["dim"] % rank)) for source in sources]
+        sources = [Operand(source.value, source.layout.unsqueezed(args["dim"] % rank)) for source in sources]
     sources = [source for source in sources if len(source.layout.size) == rank and source.layout.numel]
     dim = args["dim"] % rank if rank else 0
     if sum(source.layout.size[dim] for source in sources) != write.layout.size[dim]:
@@ -52,11 +52,6 @@ def lower_cat(node: Node, known: Known) -> list[Part]:
         except Unsupported:
             pass
     return _copied(node, sources, dim)
-
-
-def _unsqueezed(layout: Layout, dim: int) -> Layout:
-    size, stride = ((*of[:dim], one, *of[dim:]) for of, one in ((layout.size, 1), (layout.stride, 0)))
-    return replace(layout, size=size, stride=stride)
 
 
 def _stored_by_makers(node: Node, sources: Sequence[Operand], dim: int) -> bool:

@@ -20,7 +20,6 @@ from codegen.pointwise import element
 from codegen.promotion import compute_dtype
 from codegen.reductions import Lowered, mean_of, operand_of, reduction, write_kept
 from ir_nodes import settings
-from ir_nodes.layout import Layout
 from ir_nodes.node import Node, Operand
 
 NONE, MEAN, SUM = 0, 1, 2
@@ -104,7 +103,7 @@ def lower_loss(node: Node, scratch: int) -> list[Part]:
         lowering.write(0, _loss(lowering, row, args, out.dtype))
         return [lowering.part]
     source = operand_of(args["self"])
-    lowering, dims = reduction(node, Operand(source.value, _expanded(source.layout, shape)), None)
+    lowering, dims = reduction(node, Operand(source.value, source.layout.expanded(shape)), None)
     rounded = lowering.cast(_loss(lowering, row, args, out.dtype), out.dtype)
     total = lowering.reduce("add", lowering.cast(rounded, compute_dtype(out.dtype)))
     write_kept(lowering, 0, mean_of(lowering, total) if args["reduction"] == MEAN else total, dims)
@@ -124,13 +123,6 @@ def _where_probable(lowering: Lowering, value: Instr, probability: Instr, told: 
     found = lowering.expr("tl.where(({0} >= 0) & ({0} <= 1), 0, 1)", probability, dtype=torch.int32)
     checked = lowering.check(found, 1, wrong=f"all elements of {told} should be between 0 and 1")
     return lowering.expr('tl.where({0} == 0, {1}, float("nan"))', checked, value, dtype=value.dtype)
-
-
-def _expanded(layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """``layout`` broadcast to ``shape``."""
-    missing = len(shape) - len(layout.size)
-    steps = zip((1,) * missing + layout.size, (0,) * missing + layout.stride, shape)
-    return Layout(layout.dtype, shape, tuple(step if extent == wanted else 0 for extent, step, wanted in steps), layout.offset)
 
 
 def lower_loss_backward(node: Node, scratch: int) -> list[Part]:

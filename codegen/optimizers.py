@@ -8,7 +8,7 @@ is stored. A step that found an infinity stores what was there before.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Callable
 
 import torch
@@ -84,7 +84,8 @@ class Update:
         operand = self._args[name][self.index]
         if not isinstance(operand, Operand):
             raise Unsupported(f"{name} without old contents")
-        if operand.layout.size and _steps(operand.layout) != _steps(self._args["self"][self.index].layout):
+        like = self._args["self"][self.index].layout
+        if operand.layout.size and not replace(operand.layout, dtype=like.dtype, offset=like.offset).alike(like):
             raise Unsupported("a parameter whose gradient or state lies otherwise in memory")
         return self.lowering.load(operand)
 
@@ -114,11 +115,6 @@ class Update:
 
     def _found_inf(self) -> Instr | None:
         return None if self._args.get("found_inf") is None else self.number("found_inf")
-
-
-def _steps(layout: Layout) -> list[tuple[int, int]]:
-    """Sizes and strides, as ATen compares them: without dimensions of one element, whose strides mean nothing."""
-    return [(size, stride) for size, stride in zip(layout.size, layout.stride) if size != 1]
 
 
 def _positions(args: dict[str, Any], count: int) -> dict[str, int]:

@@ -9,8 +9,7 @@ of 85. Where nothing but results are made of it, as of a norm's weight, loading 
 
 from __future__ import annotations
 
-from codegen.body import Body, Step
-from codegen.instructions import FULL
+from codegen.body import Body
 from codegen.tile import Tile
 from codegen.unloaded import behind
 from ir_nodes import settings
@@ -19,20 +18,12 @@ SHORTEST = 64
 """Rows of fewer elements are hardly spread: 2^20 of 16 times four vectors take 13 us on an H200, and 15 where each loads them."""
 
 
-def for_each_row(body: Body, tile: Tile) -> frozenset[int]:
-    """The loads (by id) of what all rows of a block share, that are to be made for each of them."""
+def before_sums(body: Body, tile: Tile) -> frozenset[int]:
+    """The loads (by id) that sums of a block's rows wait for: of these, what all rows share is to be made for each of them."""
     rows = tile.axes[0]
     apart = tile.covered or tile.strips or tile.peel or tile.walk is not None
     one = rows is None or rows.block == 1 or tile.axes[1].block < SHORTEST
     if tile.reduced_axis != 1 or one or apart or not settings.enabled("shared_rows"):
         return frozenset()
     before = {step for reduce in body.steps if reduce.stage == "reduce" and not reduce.across for step in behind(reduce)}
-    return frozenset(id(step) for step in before if _shared(step, tile))
-
-
-def _shared(step: Step, tile: Tile) -> bool:
-    if step.stage != "load" or step.level != FULL or step.args or step.access is None or step.access.scattered:
-        return False
-    along, *others = (axis for axis in (tile.axes[1], tile.axes[0], tile.axes[2]) if axis is not None)
-    strides = tile.strides[id(step)]
-    return any(strides[dim] for dim in along.dims) and not any(strides[dim] for axis in others for dim in axis.dims)
+    return frozenset(id(step) for step in before if step.stage == "load" and not step.args)

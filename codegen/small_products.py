@@ -8,7 +8,6 @@ libraries multiply such in tiles of 16 and more, most of which is padding.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 
@@ -27,8 +26,8 @@ with the activation 64. 2^20 rotations by 3 x 3: 29 us, 3,000; 75,264 products o
 36 us, 29."""
 LEAST = 1 << 16
 """Elements of the result; a library's kernel for fewer takes no longer than a launch."""
-_FACTORS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}
-NAMES = frozenset(_FACTORS)
+FACTORS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}
+NAMES = frozenset(FACTORS)
 
 
 def lower_small_product(node: Node) -> list[Part]:
@@ -37,9 +36,8 @@ def lower_small_product(node: Node) -> list[Part]:
     if not settings.enabled("small_products"):
         raise Unsupported("small_products is switched off")
     args, out = arguments(node), node.writes[0].layout
-    left, right = (operand_of(args[name]) for name in _FACTORS[node.name])
-    if {left.layout.dtype, right.layout.dtype} != {out.dtype} or out.dtype not in (torch.float32, torch.float64, *HALF):
-        raise Unsupported(f"no kernel for {node.target} of {str(out.dtype).removeprefix('torch.')}")
+    left, right = (operand_of(args[name]) for name in FACTORS[node.name])
+    refuse_dtypes(node, left, right)
     inner, batched = left.layout.size[-1], len(out.size) == 3
     each = batched and inner <= SOME and math.prod(out.size[1:]) <= AREA
     if not 0 < inner or inner > FEW and not each:
@@ -53,18 +51,26 @@ def lower_small_product(node: Node) -> list[Part]:
         text = "{0} * {1}" if total is None else "{2} + {0} * {1}"
         total = lowering.expr(text, one, other, *([total] if total is not None else []), dtype=one.dtype)
     assert total is not None
-    lowering.write(0, total if node.name in ("mm", "bmm") else _added(lowering, operand_of(args["self"]), total, args))
+    if node.name not in ("mm", "bmm"):
+        total = added(lowering, lowering.load(operand_of(args["self"])), total)
+    lowering.write(0, total)
     return [lowering.part]
 
 
-def _added(lowering: Lowering, bias: Operand, total: Instr, args: dict[str, object]) -> Instr:
+def refuse_dtypes(node: Node, left: Operand, right: Operand) -> None:
+    """Raises Unsupported where a product is not of one dtype that kernels add up."""
+    out = node.writes[0].layout.dtype
+    if {left.layout.dtype, right.layout.dtype} != {out} or out not in (torch.float32, torch.float64, *HALF):
+        raise Unsupported(f"no kernel for {node.target} of {str(out).removeprefix('torch.')}")
+
+
+def added(lowering: Lowering, bias: Instr, total: Instr) -> Instr:
+    """The op's beta times what is added, unless that is nought, plus its alpha times the product."""
+    args = arguments(lowering.part.node)
     beta, alpha = (lowering.read(args[name], total.dtype) for name in ("beta", "alpha"))
-    text = "tl.where({3} == 0, 0.0, {3} * {2}) + {1} * {0}"
-    return lowering.expr(text, total, alpha, lowering.load(bias), beta, dtype=total.dtype)
+    return lowering.expr("tl.where({3} == 0, 0.0, {3} * {2}) + {1} * {0}", total, alpha, bias, beta, dtype=total.dtype)
 
 
 def _slice(operand: Operand, dim: int, number: int) -> Operand:
     """The ``number``-th row, or column, which stands for all."""
-    layout, at = operand.layout, dim % len(operand.layout.size)
-    size, stride = ((*of[:at], fill, *of[at + 1 :]) for of, fill in ((layout.size, 1), (layout.stride, 0)))
-    return Operand(operand.value, replace(layout, size=size, stride=stride, offset=layout.offset + number * layout.stride[at]))
+    return Operand(operand.value, operand.layout.selected(dim, number).unsqueezed(dim))

@@ -13,7 +13,7 @@ from codegen.packed_source import BitWriter
 from codegen.product import Product, product_lines
 from codegen.promotion import HALF, TRITON_TYPES
 from codegen.random_source import random_lines
-from codegen.shared_rows import for_each_row
+from codegen.shared_rows import before_sums
 from codegen.source_args import ArgumentList
 from codegen.tile import Tile
 from codegen.unloaded import along, loads_nothing
@@ -42,7 +42,7 @@ class InstructionWriter(BitWriter):
         super().__init__(body, tile, arguments)
         self._names: dict[int, str] = {}
         self._emitted: set[int] = set()
-        self._for_each_row = for_each_row(body, tile)
+        self._before_sums = before_sums(body, tile)
         self._wide = {id(arg) for step in body.steps if step.stage != "store" and not in_bfloat16(step) for arg in step.args}
 
     def _name(self, step: Step) -> str:
@@ -144,7 +144,7 @@ class InstructionWriter(BitWriter):
             offset += f" - {self.arguments.stride(step.access.shift)}"
         elif offset == "i1" and self._from_boundaries():
             offset = "(-shift) + at"
-        elif id(step) in self._for_each_row:
+        elif id(step) in self._before_sums and set(self._terms(step)) == {1}:
             offset += f" + {self._arange(0)} * 0"
         if step.args:
             mask += " & " * bool(mask) + f"{self._name(step.args[0])}, other=0"

@@ -82,6 +82,29 @@ class Layout:
             (self.size, (extent // run, run)), (self.stride, (step * run, step))))  # fmt: skip
         return replace(self, size=size, stride=stride)
 
+    def selected(self, dim: int, index: int) -> "Layout":
+        """What has ``index`` along ``dim``, which may count from the last and goes."""
+        at = dim % len(self.size)
+        size, stride = ((*of[:at], *of[at + 1 :]) for of in (self.size, self.stride))
+        return replace(self, size=size, stride=stride, offset=self.offset + index * self.stride[at])
+
+    def unsqueezed(self, dim: int) -> "Layout":
+        """With one more dimension, of one element, which is ``dim`` then."""
+        at = dim % (len(self.size) + 1)
+        size, stride = ((*of[:at], one, *of[at:]) for of, one in ((self.size, 1), (self.stride, 0)))
+        return replace(self, size=size, stride=stride)
+
+    def expanded(self, size: tuple[int, ...]) -> "Layout":
+        """Broadcast to ``size``."""
+        missing = len(size) - len(self.size)
+        steps = zip((1,) * missing + self.size, (0,) * missing + self.stride, size)
+        return replace(self, size=size, stride=tuple(step if extent == wanted else 0 for extent, step, wanted in steps))
+
+    def turned(self) -> "Layout":
+        """The matrices in the last two dimensions transposed."""
+        size, stride = ((*of[:-2], of[-1], of[-2]) for of in (self.size, self.stride))
+        return replace(self, size=size, stride=stride)
+
     def covers(self, nbytes: int) -> bool:
         """True where a write through this layout overwrites all of a buffer of ``nbytes`` bytes."""
         return self.offset == 0 and self.nbytes == nbytes and (self.is_contiguous or self.is_dense)

@@ -226,7 +226,7 @@ evaluation, gradients that no scale is taken off."""
 
 def reads_only(target: str, args: Sequence[object]) -> frozenset[int]:
     """Positions of what the op, given ``args``, leaves as it is, though with others it may write it."""
-    found = _READ_UNLESS.get(target.removeprefix("aten::").partition(".")[0])
+    found = _READ_UNLESS.get(split(target)[1])
     if found is None:
         return frozenset()
     condition, value, kept = found

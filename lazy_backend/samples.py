@@ -34,11 +34,11 @@ def fewer(target: str, args: tuple[Any, ...], most_bytes: int) -> tuple[Any, ...
     """``args``, where they take more than ``most_bytes``, with few samples: an eighth of that, if it will do."""
     held = sum(arg.numel() * arg.element_size() for arg in args if isinstance(arg, Tensor))
     base = ops.split(target)[1]
-    named = {spec.name: arg for spec, arg in zip(ops.schema(target).arguments, args)}
-    if held > most_bytes and base in _OTHERWISE:
-        return tuple((named | _OTHERWISE[base](named)).values())
-    if held <= most_bytes or base not in _EACH_SAMPLE:
+    if held <= most_bytes or base not in _EACH_SAMPLE and base not in _OTHERWISE:
         return args
+    named = {spec.name: arg for spec, arg in zip(ops.schema(target).arguments, args)}
+    if base in _OTHERWISE:
+        return tuple((named | _OTHERWISE[base](named)).values())
     batched = [isinstance(arg, Tensor) and arg.dim() > 0 and name in _BATCHED for name, arg in named.items()]
     counts = {arg.shape[0] for arg, cut in zip(args, batched) if cut}
     if len(counts) != 1:
