@@ -110,3 +110,32 @@ def another_batch_size() -> None:
 
 def test_another_batch_size_is_planned_again_and_compiles_no_kernel() -> None:
     children.call(another_batch_size, engine="triton")
+
+
+def learned_by_learning(steps: int) -> list[int]:
+    """Compilations of each step of a program that differentiates gradients, as meta-learning does."""
+    model = torch.nn.Sequential(torch.nn.Linear(1, 40), torch.nn.ReLU(), torch.nn.Linear(40, 1)).to(DEVICE)
+    optimizer = torch.optim.Adam(model.parameters(), capturable=True)
+    tasks = [torch.linspace(-1, 1, 10, device=DEVICE)[:, None] * factor for factor in (1.0, 2.0, 3.0)]
+    found = []
+    for _ in range(steps):
+        before = compiles()
+        total = torch.zeros((), device=DEVICE)
+        for x in tasks:
+            learned = dict(model.named_parameters())
+            for _ in range(2):
+                loss = torch.nn.functional.mse_loss(torch.func.functional_call(model, learned, x), x.sin())
+                slopes = torch.autograd.grad(loss, list(learned.values()), create_graph=True)
+                learned = {key: value - 0.01 * slope for (key, value), slope in zip(learned.items(), slopes)}
+            total = total + torch.func.functional_call(model, learned, x).square().mean()
+        optimizer.zero_grad()
+        total.backward()
+        optimizer.step()
+        lazy_backend.mark_step()
+        found.append(compiles() - before)
+    return found
+
+
+def test_gradients_of_gradients_come_in_the_same_order_every_step() -> None:
+    """Nodes made by backward are numbered by a thread of autograd's own, others by this one."""
+    assert sum(learned_by_learning(12)[3:]) == 0

@@ -4,8 +4,6 @@
 #include <pthread.h>
 
 #include <pybind11/functional.h>
-#include <torch/csrc/DynamicTypes.h>
-#include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
@@ -176,7 +174,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("reset_peak", [] { stats[kPeak] = stats[kHeld].load(); }).def("pin", [](const at::Tensor& t, int by) { pin(t.storage(), by); });
   m.def("lend", [](const at::Tensor& t, int how) { return recorder(t).lend(t, how); });
   m.def("default_generator", [](DeviceIndex i) { return at::globalContext().defaultGenerator(c10::Device(kLazy, i)); });
-  m.def("enter_segment", &enter_segment).def("note_backward", &note_backward).def("backward_segment", &backward_segment);
+  m.def("enter_segment", &enter_segment).def("note_backward", &note_backward);
+  m.def("backward_segment", [] {  // of the node that autograd runs in this thread; -1: it runs none
+    const auto node = torch::autograd::get_current_node(); return node ? current_segment(node.get()) : -1;
+  });
   m.def("set_schedule_key", [](uint64_t key) { schedule_key = key; });
   m.def("again", [](Trace& t, DeviceIndex i, const Recorder::Given& given) { return recorder(i).again(t, given); });
   py::class_<Trace>(m, "Trace").def("forget", &Trace::forget)

@@ -39,7 +39,6 @@ std::string describe_site(const Site& site);  // takes the GIL
 int32_t enter_segment(int32_t segment);                  // this thread records in it from now on; returns the one before
 void note_backward(int64_t first, int32_t segment);      // autograd nodes made in this thread since number `first` are its backward
 int32_t current_segment(const torch::autograd::Node* node);  // of an op recorded now, while autograd runs `node` or null
-int32_t backward_segment();                              // that of the node that autograd runs in this thread; -1: it runs none
 
 enum class BufferKind : uint8_t { Input, Fresh, Generator };
 

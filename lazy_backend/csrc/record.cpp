@@ -7,9 +7,7 @@
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/function.h>
 
-
 #include <bit>
-#include <sstream>
 
 extern "C" void* lazysched_find_site(int32_t* lasti);  // frames.c
 
@@ -155,8 +153,7 @@ void Trace::forget(int32_t b) { (buffers[b] = c10::make_intrusive<Buffer>(buffer
 
 int32_t Trace::number(Buffer* b, std::vector<uint64_t>& words) {
   if (b->trace == id) return b->index;
-  const bool known = b->physical || b->pending_in;
-  const auto kind = b->generator.defined() ? BufferKind::Generator : known ? BufferKind::Input : BufferKind::Fresh;
+  const auto kind = b->generator.defined() ? BufferKind::Generator : b->physical || b->pending_in ? BufferKind::Input : BufferKind::Fresh;
   b->trace = id, b->index = static_cast<int32_t>(buffers.size()), b->touched = true;
   buffers.push_back(BufferPtr::reclaim_copy(b)), kinds.push_back(kind);
   if (kind == BufferKind::Fresh && b->owned) held_bytes += static_cast<int64_t>(b->nbytes);
@@ -266,9 +263,7 @@ void Recorder::on_storage_death(Buffer* b) {
   trace_->held_bytes += trace_->kinds[b->index] == BufferKind::Input ? n : -n;
 }
 
-namespace {
-
-void take_shape(const at::Tensor& t, const at::Tensor& meta) {
+static void take_shape(const at::Tensor& t, const at::Tensor& meta) {
   if (t.numel() != 0 && t.sizes() != meta.sizes())
     TORCH_WARN("An output with one or more elements was resized since it had shape ", t.sizes(),
                ", which does not match the required output shape ", meta.sizes(), ". This behavior is deprecated.");
@@ -277,7 +272,7 @@ void take_shape(const at::Tensor& t, const at::Tensor& meta) {
 }
 
 // Does the op write a tensor that another argument overlaps in part, or write one twice? Eager mode refuses most of these.
-bool overlaps(const OpInfo& op, const IValue* args) {
+static bool overlaps(const OpInfo& op, const IValue* args) {
   auto tensor = [&](size_t i) { return op.args[i].kind == ArgKind::Tensor && is_tensor(args[i]); };
   auto status = [&](size_t a, size_t b) { return at::get_overlap_status(args[a].unsafeToTensorImpl(), args[b].unsafeToTensorImpl()); };
   for (size_t w = 0; w < op.args.size(); w++)
@@ -287,7 +282,17 @@ bool overlaps(const OpInfo& op, const IValue* args) {
   return false;
 }
 
-}  // namespace
+// Autograd runs a device's backward in a thread of its own, and each thread numbers the nodes that it makes. Backward visits those
+// of both in the order of their numbers where it makes nodes, too (create_graph). One thread's would run past the other's from step
+// to step, and each step be another recording: a thread that takes over counts on from where the other was, as if both were one.
+static int64_t node_number() {
+  static std::atomic<uint64_t> reached{0};
+  const auto own = static_cast<int64_t>(at::sequence_number::peek());
+  if (!at::GradMode::is_enabled()) return own;
+  while (at::sequence_number::peek() < reached) at::sequence_number::get_and_increment();
+  reached = at::sequence_number::peek();
+  return own;
+}
 
 constexpr char kLent[] = "another library sees the memory of an operand", kCut[] = "";
 
@@ -351,7 +356,7 @@ const char* Recorder::append(const OpInfo& op, const IValue* args, c10::ArrayRef
   });
   Trace& t = *trace_;
   Instr instr{.op = &op, .args = static_cast<int32_t>(t.args.size()), .n_outs = static_cast<int32_t>(outs.size()), .site = site,
-              .sequence = static_cast<int64_t>(at::sequence_number::peek()),
+              .sequence = node_number(),
               .backward = node ? static_cast<int64_t>(node->sequence_nr()) : -1, .segment = segment, .call = call};
   for (size_t i = 0; i < op.args.size(); i++) t.add_arg(op.args[i], args[i], instr, words);
   if (op.random)

@@ -42,9 +42,4 @@ int32_t current_segment(const torch::autograd::Node* node) {
   return forward;
 }
 
-int32_t backward_segment() {
-  const auto node = torch::autograd::get_current_node();
-  return node ? current_segment(node.get()) : -1;
-}
-
 }  // namespace lazysched
