@@ -28,6 +28,7 @@ from barriers.passes.noops import eliminate_noops
 from barriers.passes.own_part import read_own_part
 from barriers.passes.pack_masks import pack_masks
 from barriers.passes.peak_order import lower_peak
+from barriers.passes.product_bias import part_biases
 from barriers.passes.product_sums import sum_products
 from barriers.passes.reader_order import lay_for_readers
 from barriers.passes.recompute import recompute_cheap
@@ -63,6 +64,9 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
 
     def cse(graph: Graph) -> Graph:
         return merge_common(graph, remarks)
+
+    def product_bias(graph: Graph) -> Graph:
+        return part_biases(graph, remarks) if gpu and replays and partition is not None else graph
 
     def epilogues(graph: Graph) -> Graph:
         return join_relus(graph, remarks) if replays and partition is not None and not now.templates else graph
@@ -118,7 +122,8 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
         return fit_budget(graph, now.memory_budget, partition, remarks)
 
     passes: tuple[tuple[str, Pass], ...] = (
-        ("fold", fold), ("fold", eliminate_dead), ("cse", cse), ("", attention_rows), ("epilogues", epilogues),
+        ("fold", fold), ("fold", eliminate_dead), ("cse", cse), ("", attention_rows), ("product_bias", product_bias),
+        ("epilogues", epilogues),
         ("join_products", joint_products), ("join_products", joint_gradients), ("product_sums", product_sums),
         ("channels_last", channels_last), ("conv_bias", conv_bias), ("conv_gradients", conv_gradients),
         ("own_part", own_part), ("copy_engines", inbox),

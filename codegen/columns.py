@@ -153,18 +153,21 @@ def _vector(body: Body) -> int:
     return in_a_vector([step for step in accesses if step.level == FULL] or accesses)
 
 
-def along_kept(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple[bool, ...], tuning: Tuning) -> bool:
+def along_kept(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple[bool, ...], tuning: Tuning, split: bool) -> bool:
     """True where neighbouring results, not neighbouring summands, lie next to one another in memory, and more than a few of them;
-    what takes none says it itself."""
+    what takes none says it itself. So does, where it is ``split``, what has the same operands for all results, such as counts of
+    classes: it has been divided as it says."""
     if reads_again(body) and not _scans(body):
         columns, rows = (_jumping(body, strides, max((dim for dim, flag in enumerate(flags) if flag is kind), default=0))
                          for kind in (False, True))  # fmt: skip
         if columns != rows:
             return columns < rows
     votes, least = [], PIECE if _better_rows(body, tuning) else 0
-    for step in body.steps:
-        if step.access is None or step.level != FULL:
-            continue
+    walks = [step for step in body.steps if step.access is not None and step.level == FULL]
+    if split and not any(stride > 0 and not flag for step in walks for stride, flag in zip(strides[id(step)], flags)):
+        return body.column
+    for step in walks:
+        assert step.access is not None
         moving = [(stride, dim) for dim, stride in enumerate(strides[id(step)]) if stride > 0]
         if moving:
             weight = reached(step, body, strides)

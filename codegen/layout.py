@@ -174,7 +174,7 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
     square = square_tile(body, dims, strides, (kept, gone), tuning, divided)
     if square is not None:
         return square
-    column = along_kept(body, dims, strides, flags, tuning)
+    column = along_kept(body, dims, strides, flags, tuning, share > 0)
     extent, looped, lane, strips = body.extent, share > 0, tuning.lane, 0
     if not any(step.level == FULL or step.stage == "reduce" for step in body.steps):
         block_r, block_x = 1, min(128, power_of_two(body.kept))
@@ -182,6 +182,7 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
         block_r, block_x, looped, lane = column_blocks(body, tuning, looped)
     else:
         block_r, looped, lane = row_block(body, tuning, looped)
+        block_r = min(block_r, power_of_two(share)) if share else block_r
         strips = 0 if looped else strips_of(body, block_r)
         block_x = 1 if looped or strips else min(max(tile_of_rows(body, tuning, block_r) // block_r, 1), power_of_two(body.kept))
     wide, runs = block_x, 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 OPTIMISATIONS: dict[str, str] = {
     "cse": "one node where two would compute the same value",
     "fold": "results known when compiling, and ops that change nothing, cost nothing",
+    "product_bias": "small float32 products with a bias leave it to the kernel of what follows, where cuBLAS is slow at it",
     "epilogues": "matrix products with a bias apply the ReLU behind them, where cuBLAS can and nobody else reads them",
     "join_products": "products of one matrix by several, as for queries, keys and values, are one, where product_sums may run",
     "product_sums": "products add up to one another's results, where LAZYSCHED_AUTOTUNE accepts other last bits and steps replay",

@@ -16,8 +16,8 @@ LONGEST = 20
 
 PASSES = ("fold", "cse", "recompute", "peak_order", "pad_rows", "inplace")
 """Optimisations of a whole graph, which are told of even where there was nothing to do."""
-OCCASIONAL = ("epilogues", "join_products", "product_sums", "channels_last", "conv_bias", "conv_gradients", "own_part",
-              "copy_engines", "attention_sums", "reader_order", "packed_masks", "overlap_launches")
+OCCASIONAL = ("product_bias", "epilogues", "join_products", "product_sums", "channels_last", "conv_bias", "conv_gradients",
+              "own_part", "copy_engines", "attention_sums", "reader_order", "packed_masks", "overlap_launches")
 """Those that few graphs give an occasion for."""
 MEASURED = ("fusion", "templates", "attention", "autotune", "products")
 """Those that settings ask for, most of them decided by measurement."""
