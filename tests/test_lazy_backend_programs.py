@@ -1,0 +1,39 @@
+"""Whole training programs give eager mode's losses, recorded and replayed, and are compiled in their first steps only."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._lazy.metrics
+
+import lazy_backend
+from benchmarks.training_programs import PROGRAMS
+from tests.device import DEVICE
+
+pytestmark = pytest.mark.usefixtures("built")
+STEPS, SETTLED = 6, 3
+
+
+def refusals() -> int:
+    """How often a step was recorded instead of being replayed."""
+    names = [name for name in torch._lazy.metrics.counter_names() if name.startswith("ReplayRefused")]
+    return sum(torch._lazy.metrics.counter_value(name) for name in names)
+
+
+@pytest.mark.parametrize("replays", [False, True], ids=["recorded", "replayed"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_learns_as_in_eager_mode(name: str, replays: bool) -> None:
+    torch.manual_seed(0)
+    step = PROGRAMS[name]("cpu", False)
+    wanted = [float(step()) for _ in range(STEPS)]
+    torch.manual_seed(0)
+    step = PROGRAMS[name](DEVICE, False)
+    step = lazy_backend.replayed(step) if replays else step
+    losses, before = [], (0, 0)
+    for number in range(STEPS):
+        if number == SETTLED:
+            before = lazy_backend.stats()["compiles"], refusals()
+        losses.append(float(step()))
+        lazy_backend.mark_step()
+    assert (lazy_backend.stats()["compiles"], refusals()) == before, "it compiles, or cannot be replayed, in later steps"
+    torch.testing.assert_close(losses, wanted, rtol=1e-3, atol=1e-5)
