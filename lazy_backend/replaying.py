@@ -211,7 +211,8 @@ class Before:
         if self.watched.numbers() != self.numbers:
             raise Refused("it changes an optimizer's numbers (a learning rate); make them tensors on the device")
         if self.watched.on_the_host() != self.host:
-            raise Refused("it changes tensors on the CPU (an optimizer's step counts); use capturable=True or fused=True")
+            raise Refused("it changes tensors on the CPU (an optimizer's step counts); use capturable=True or fused=True, "
+                          "where the optimizer has one of them")
         return int(after["recorded"] - self.stats["recorded"])
 
     def first_end(self) -> str:
