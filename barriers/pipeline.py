@@ -122,8 +122,8 @@ def ordered_passes(partition: Partition | None = None, remarks: Remarks | None =
         return fit_budget(graph, now.memory_budget, partition, remarks)
 
     passes: tuple[tuple[str, Pass], ...] = (
-        ("fold", fold), ("fold", eliminate_dead), ("cse", cse), ("", attention_rows), ("product_bias", product_bias),
-        ("epilogues", epilogues),
+        ("fold", fold), ("fold", eliminate_dead), ("cse", cse), ("", attention_rows),
+        ("product_bias", product_bias), ("epilogues", epilogues),
         ("join_products", joint_products), ("join_products", joint_gradients), ("product_sums", product_sums),
         ("channels_last", channels_last), ("conv_bias", conv_bias), ("conv_gradients", conv_gradients),
         ("own_part", own_part), ("copy_engines", inbox),

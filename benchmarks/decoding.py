@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks.loop import MODES, parts
 from benchmarks.models import Sizes, zipf
+from benchmarks.timing import wait
 
 CHECKED = 16  # steps whose logits are compared
 
@@ -89,12 +90,7 @@ class Decoder:
             lazy_backend.mark_step()
 
     def wait(self) -> None:
-        if self.way == "lazysched":
-            import lazy_backend
-
-            lazy_backend.wait_device_ops()
-        elif self.physical == "cuda":
-            torch.cuda.synchronize()
+        wait(self.way == "lazysched")
 
     def call(self, tokens: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         """One step; what it gives outlives the next one."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.models import TASKS, Sizes
+from benchmarks.timing import wait
 from ir_nodes.optimisations import OPTIMISATIONS
 
 MODES = {"compile": None, "reduce-overhead": "reduce-overhead", "max-autotune": "max-autotune-no-cudagraphs"}
@@ -121,12 +122,7 @@ class Loop:
 
     def wait(self) -> None:
         """Until the physical device has done all that was asked."""
-        if self.way == "lazysched":
-            import lazy_backend
-
-            lazy_backend.wait_device_ops()
-        elif self.physical == "cuda":
-            torch.cuda.synchronize()
+        wait(self.way == "lazysched")
 
     def seconds(self, steps: int, read: bool = False) -> float:
         """How long ``steps`` steps take, to their end on the device; ``read``: each loss is read before the next begins."""

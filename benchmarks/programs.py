@@ -1,7 +1,7 @@
 """Whole training programs, a step at a time, on all contestants. Imports torch and `benchmarks` parts.
 
     python -m benchmarks.programs
-    python -m benchmarks.programs --programs soft_actor learning_to_learn --contestants eager lazysched+replay
+    python -m benchmarks.programs --programs soft_actor --contestants lazysched+replay lazysched+replay+without_product_bias
 
 Contestants: eager; compile: the step as a whole given to torch.compile, which takes what it can of it; lazysched: a barrier
 behind each step; lazysched+replay: the step wrapped in `lazy_backend.replayed`. Each runs in a process of its own with caches of
@@ -19,10 +19,13 @@ from typing import Any
 import torch
 
 from benchmarks.common import Budget, add_limits, fresh_caches, hand_in, in_process, save, spread, table
+from benchmarks.loop import parts, settings_of
 from benchmarks.profiling import gpu_kernels, peak_on_gpu
+from benchmarks.timing import wall_seconds
 from benchmarks.training_programs import PROGRAMS, Step
 
-CONTESTANTS = ("eager", "compile", "lazysched", "lazysched+replay")
+WAYS = ("eager", "compile", "lazysched")
+CONTESTANTS = (*WAYS, "lazysched+replay")
 FIRST, MOST = 6, 20
 """Steps whose losses are compared, and steps of a timed block at most."""
 Result = dict[str, Any]
@@ -30,22 +33,14 @@ Result = dict[str, Any]
 
 def child(contestant: str, options: argparse.Namespace) -> None:
     """One process: one program."""
-    ours, on_gpu = contestant.startswith("lazysched"), torch.cuda.is_available()
+    ours, on_gpu = parts(contestant)[0] == "lazysched", torch.cuda.is_available()
     if ours:
-        import lazy_backend
+        import lazy_backend  # noqa: F401  (registers the device, in this contestant only)
     torch.manual_seed(0)
     step = made(contestant, PROGRAMS[options.programs[0]]("lazysched" if ours else "cuda" if on_gpu else "cpu", not options.tiny))
 
-    def wait() -> None:
-        lazy_backend.wait_device_ops() if ours else torch.cuda.synchronize() if on_gpu else None
-
     def block(steps: int) -> float:
-        wait()
-        start = time.perf_counter()
-        for _ in range(steps):
-            step()
-        wait()
-        return (time.perf_counter() - start) * 1e3 / steps
+        return 1e3 * wall_seconds(lambda number: step(), steps, ours)
 
     start = time.perf_counter()
     losses = [float(step()) for _ in range(FIRST)]
@@ -59,13 +54,14 @@ def child(contestant: str, options: argparse.Namespace) -> None:
 
 def made(contestant: str, step: Step) -> Step:
     """``step`` as the contestant runs it."""
-    if contestant == "compile":
+    way, extras = parts(contestant)
+    if way == "compile":
         return torch.compile(step)  # type: ignore[no-any-return, unused-ignore]
-    if not contestant.startswith("lazysched"):
+    if way == "eager":
         return step
     import lazy_backend
 
-    if contestant.endswith("+replay"):
+    if "replay" in extras:
         return lazy_backend.replayed(step)
 
     def marked() -> torch.Tensor:
@@ -102,14 +98,21 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programs", nargs="+", choices=list(PROGRAMS), default=list(PROGRAMS))
-    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
+    parser.add_argument("--contestants", nargs="+", default=list(CONTESTANTS),
+                        help=", ".join(CONTESTANTS) + ", and +without_OPTIMISATION for lazysched")
     parser.add_argument("--blocks", type=int, default=3, help="timed in each process")
     parser.add_argument("--tolerance", type=float, default=0.02, help="relative, of the first losses")
     parser.add_argument("--tiny", action="store_true", default=not on_gpu, help="small programs; without a GPU always")
     parser.add_argument("--timeout", type=float, default=300, help="seconds of one process")
     add_limits(parser)
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    for contestant in options.contestants:
+        way, extras = parts(contestant)
+        if way not in WAYS or extras & {"opt", "fused", "cleared"}:
+            parser.error(f"{contestant}: programs bring their optimizers; choose of {', '.join(WAYS)}, the last with +replay, "
+                         "+tuned, +attention or +without_OPTIMISATION")
+    return options
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -127,7 +130,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{name}: {contestant}", file=sys.stderr, flush=True)
             with fresh_caches() as variables:
                 try:
-                    result = in_process("benchmarks.programs", contestant, given, variables, budget.left(options.timeout))
+                    result = in_process("benchmarks.programs", contestant, given, variables | settings_of(contestant),
+                                        budget.left(options.timeout))
                 except RuntimeError as error:
                     print(f"{name}: {contestant} failed: {error}", file=sys.stderr, flush=True)
                     continue

@@ -1,4 +1,5 @@
-"""How long a call takes by the clock and on the GPU alone, and how fast memory is copied. Imports torch only."""
+"""How long a call takes by the clock and on the GPU alone, and how fast memory is copied. Imports torch and, for
+lazysched, lazy_backend."""
 
 from __future__ import annotations
 
@@ -12,18 +13,23 @@ import torch
 Run = Callable[[int], Any]  # given the number of the call
 
 
-def wait() -> None:
-    if torch.cuda.is_available():
+def wait(lazy: bool = False) -> None:
+    """Until the physical device has done all that was asked; ``lazy``: of lazysched."""
+    if lazy:
+        import lazy_backend
+
+        lazy_backend.wait_device_ops()
+    elif torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
-def wall_seconds(run: Run, count: int) -> float:
-    """Seconds of one of ``count`` calls, to their end on the device."""
-    wait()
+def wall_seconds(run: Run, count: int, lazy: bool = False) -> float:
+    """Seconds of one of ``count`` calls, to their end on the device; ``lazy``: on lazysched."""
+    wait(lazy)
     start = time.perf_counter()
     for number in range(count):
         run(number)
-    wait()
+    wait(lazy)
     return (time.perf_counter() - start) / count
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from benchmarks.timing import wait
 from examples.gpt import GPT, SIZES
 
 CONTESTANTS = ("eager", "compile", "lazysched")
@@ -60,12 +61,7 @@ class Trainer:
 
     def wait(self) -> None:
         """Until the physical device has done all that was asked."""
-        if self.device.type == "lazysched":
-            import lazy_backend
-
-            lazy_backend.wait_device_ops()
-        elif self.physical == "cuda":
-            torch.cuda.synchronize()
+        wait(self.device.type == "lazysched")
 
     def seconds(self, steps: int) -> float:
         """How long ``steps`` steps take, to their end on the device."""

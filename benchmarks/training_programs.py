@@ -219,11 +219,13 @@ def orthogonal_updates(device: str, large: bool) -> Step:
 
     def step() -> Tensor:
         loss = (model(x) - x).square().mean()
-        slopes = torch.autograd.grad(loss, list(model.parameters()))
+        model.zero_grad()
+        loss.backward()
         with torch.no_grad():
-            for one, slope, momentum in zip(model.parameters(), slopes, momenta):
-                momentum.lerp_(slope, 0.05)
-                turn = slope.lerp(momentum, 0.95).bfloat16()
+            for one, momentum in zip(model.parameters(), momenta):
+                assert one.grad is not None
+                momentum.lerp_(one.grad, 0.05)
+                turn = one.grad.lerp(momentum, 0.95).bfloat16()
                 turn = turn / (turn.norm() + 1e-7)
                 for _ in range(5):
                     square = turn @ turn.T

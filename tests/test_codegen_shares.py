@@ -185,3 +185,17 @@ def test_weights_that_are_loaded_once_take_no_room_of_what_is_loaded_ahead() -> 
     g, x, w = (torch.zeros(600, 8192) for _ in range(3))
     assert "num_stages=3" in first(program, g, x, w[0]).kernel.source
     assert "num_stages=2" in first(program, g, x, w).kernel.source
+
+
+def counts(drawn: Tensor) -> Tensor:
+    """How often each of 512 was drawn."""
+    return torch.nn.functional.one_hot(drawn, 512).float().mean(0)
+
+
+def test_what_has_the_same_operands_for_all_results_is_walked_as_it_was_divided() -> None:
+    drawn = torch.randint(512, (8192,), generator=torch.Generator().manual_seed(0))
+    step = first(counts, drawn)
+    rows, columns = (block for _, block in step.kernel.constexprs)
+    assert columns > 1 and "i0 = r + tl.arange(0, B0)" in step.kernel.source, "a program has several columns, and walks rows"
+    assert rows * columns * step.grid[0] <= 4 * 8192 * 512, "and next to no threads that have nothing to do"
+    check(counts, drawn[:64].repeat(4), tuning=HOPPER.changed("split_numel=64,programs=4"), extern=None)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lazy_backend
+from benchmarks.training_programs import PROGRAMS
 from codegen import loading, triton_engine
 from tests.device import DEVICE
 
@@ -114,24 +115,10 @@ def test_another_batch_size_is_planned_again_and_compiles_no_kernel() -> None:
 
 def learned_by_learning(steps: int) -> list[int]:
     """Compilations of each step of a program that differentiates gradients, as meta-learning does."""
-    model = torch.nn.Sequential(torch.nn.Linear(1, 40), torch.nn.ReLU(), torch.nn.Linear(40, 1)).to(DEVICE)
-    optimizer = torch.optim.Adam(model.parameters(), capturable=True)
-    tasks = [torch.linspace(-1, 1, 10, device=DEVICE)[:, None] * factor for factor in (1.0, 2.0, 3.0)]
-    found = []
+    step, found = PROGRAMS["learning_to_learn"](DEVICE, False), []
     for _ in range(steps):
         before = compiles()
-        total = torch.zeros((), device=DEVICE)
-        for x in tasks:
-            learned = dict(model.named_parameters())
-            for _ in range(2):
-                loss = torch.nn.functional.mse_loss(torch.func.functional_call(model, learned, x), x.sin())
-                slopes = torch.autograd.grad(loss, list(learned.values()), create_graph=True)
-                learned = {key: value - 0.01 * slope for (key, value), slope in zip(learned.items(), slopes)}
-            total = total + torch.func.functional_call(model, learned, x).square().mean()
-        optimizer.zero_grad()
-        total.backward()
-        optimizer.step()
-        lazy_backend.mark_step()
+        run(step)
         found.append(compiles() - before)
     return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch._lazy.metrics
+from replays import refusals
 
 import lazy_backend
 from benchmarks.training_programs import PROGRAMS
@@ -12,12 +12,6 @@ from tests.device import DEVICE
 
 pytestmark = pytest.mark.usefixtures("built")
 STEPS, SETTLED = 6, 3
-
-
-def refusals() -> int:
-    """How often a step was recorded instead of being replayed."""
-    names = [name for name in torch._lazy.metrics.counter_names() if name.startswith("ReplayRefused")]
-    return sum(torch._lazy.metrics.counter_value(name) for name in names)
 
 
 @pytest.mark.parametrize("replays", [False, True], ids=["recorded", "replayed"])
@@ -29,7 +23,7 @@ def test_a_program_learns_as_in_eager_mode(name: str, replays: bool) -> None:
     torch.manual_seed(0)
     step = PROGRAMS[name](DEVICE, False)
     step = lazy_backend.replayed(step) if replays else step
-    losses, before = [], (0, 0)
+    losses, before = [], (0, refusals())
     for number in range(STEPS):
         if number == SETTLED:
             before = lazy_backend.stats()["compiles"], refusals()

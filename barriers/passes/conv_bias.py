@@ -19,7 +19,7 @@ from barriers.passes.permuted import is_channels_last
 from ir_nodes import BufferKind, Graph, Layout, Node, Operand, Value, Write
 from ir_nodes.node import Arg, Target
 from ir_nodes.remarks import Remarks
-from ir_nodes.rewrite import let_go, new_value, read
+from ir_nodes.rewrite import let_go, new_value, node_beside, read
 
 CONVOLUTION, BIAS = "aten::convolution", 2
 RELUS = ("aten::relu", "aten::relu_")
@@ -259,8 +259,4 @@ def part(graph: Graph, node: Node) -> Node:
     read(node)
     beyond = len(made.layout.size) - 2
     row = replace(bias.layout, size=(*bias.layout.size, *(1,) * beyond), stride=(*bias.layout.stride, *(1,) * beyond))
-    add = Node(node.index, "aten::add.out", (Operand(plain, made.layout), Operand(bias.value, row), 1, Target(0)), (), (made,),
-               frame=node.frame, instr=node.instr, segment=node.segment, stage=node.stage, changed=True)
-    made.value.producer = add
-    read(add)
-    return add
+    return node_beside(node, "aten::add.out", (Operand(plain, made.layout), Operand(bias.value, row), 1, Target(0)), made)

@@ -7,7 +7,7 @@ from typing import Callable, Sequence
 
 from ir_nodes import BufferKind, Graph, Layout, Node, Operand, Value, Write
 from ir_nodes.node import Arg, Target
-from ir_nodes.rewrite import let_go, new_value, read, reread
+from ir_nodes.rewrite import let_go, new_value, node_beside, reread
 
 Place = Callable[[Layout], "Layout | None"]
 """How a layout of a tensor sees it as a part; None: no strides see it so."""
@@ -81,11 +81,7 @@ def move(value: Value, whole: Value, place: Place, but: Node | None = None) -> N
 def new_node(graph: Graph, beside: Node, target: str, args: tuple[Arg, ...], layout: Layout) -> Node:
     """An op of ``args`` and, last, an ``out`` of its own. It belongs to what ``beside`` belongs to, and is not yet one of the
     graph's nodes."""
-    node = Node(beside.index, target, (*args, Target(0)), (), (), frame=beside.frame, instr=beside.instr, segment=beside.segment,
-                stage=beside.stage, changed=True)
-    node.writes = (Write(new_value(graph, layout.nbytes, node), layout, None, False),)
-    read(node)
-    return node
+    return node_beside(beside, target, (*args, Target(0)), Write(new_value(graph, layout.nbytes), layout, None, False))
 
 
 def forget(graph: Graph, node: Node) -> None:

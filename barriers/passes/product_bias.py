@@ -1,4 +1,4 @@
-"""A matrix product in float32 of few results leaves its bias to a kernel. Imports torch, `ir_nodes` only.
+"""A matrix product in float32 of few results leaves its bias to a kernel. Imports torch, `barriers.passes.parts`, `ir_nodes`.
 
 Eager mode has cuBLASLt add a row to what it holds in registers. Where results are so few that summands have to be shared between
 programs for the machine to be busy, it finds slow kernels for that, as far as it computes in float32 itself: TF32 and 16 bits
@@ -15,31 +15,32 @@ from dataclasses import replace
 
 import torch
 
+from barriers.passes.parts import new_node
 from ir_nodes import Graph, Node, Operand
-from ir_nodes.node import Target, Write
+from ir_nodes.node import Target
 from ir_nodes.remarks import Remarks
-from ir_nodes.rewrite import let_go, new_value, node_beside, read
+from ir_nodes.rewrite import let_go, read
 
 PRODUCTS, PLAIN, SUM = ("aten::addmm", "aten::addmm.out"), "aten::mm.out", "aten::add.out"
 FEW, FEW_APART, FEW_OF_MANY, MANY = 1 << 15, 1 << 16, 1 << 20, 768
 """Results that are few whatever is summed, where rows are no multiple of `VECTOR` bytes, and of so many summands or more."""
 VECTOR = 16
+DID = "its bias is added in the kernel of what follows, as the product has few results"
 
 
 def part_biases(graph: Graph, remarks: Remarks | None = None) -> Graph:
     """Let generated kernels add the biases of small float32 products. Returns ``graph``. Linear in nodes."""
     nodes: list[Node] = []
     for node in graph.nodes:
+        if node.target in PRODUCTS and node.writes[0].layout.dtype is torch.float32:
+            name, reason = node.name, why_not(node)
+            if not reason:
+                nodes.append(part(graph, node))
+            if remarks is not None and reason:
+                remarks.refused("product_bias", name, reason)
+            elif remarks is not None:
+                remarks.did("product_bias", name, DID)
         nodes.append(node)
-        if node.target not in PRODUCTS or node.writes[0].layout.dtype is not torch.float32:
-            continue
-        name, reason = node.name, why_not(node)
-        if not reason:
-            nodes.append(part(graph, node))
-        if remarks is not None and reason:
-            remarks.refused("product_bias", name, reason)
-        elif remarks is not None:
-            remarks.did("product_bias", name, "its bias is added in the kernel of what follows, as the product has few results")
     graph.nodes = nodes
     return graph
 
@@ -69,13 +70,11 @@ def rounds() -> bool:
 
 
 def part(graph: Graph, node: Node) -> Node:
-    """Make ``node`` leave its bias out. Returns what adds it, and belongs behind ``node``."""
+    """Make ``node`` add its bias only. Returns the product that it adds it to, which belongs before it."""
     bias, left, right, *_ = node.args
-    made = node.writes[0]
+    product = new_node(graph, node, PLAIN, (left, right), replace(node.writes[0].layout, offset=0))
+    (made,) = product.writes
     let_go(node)
-    plain = new_value(graph, made.layout.numel * made.layout.itemsize, node)
-    layout = replace(made.layout, offset=0)
-    node.target, node.args, node.changed, node.returns = PLAIN, (left, right, Target(0)), True, ()
-    node.writes = (Write(plain, layout, None, False),)
+    node.target, node.args, node.changed, node.returns = SUM, (Operand(made.value, made.layout), bias, 1, Target(0)), True, ()
     read(node)
-    return node_beside(node, SUM, (Operand(plain, layout), bias, 1, Target(0)), made)
+    return product
