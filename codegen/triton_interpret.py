@@ -63,6 +63,23 @@ class ExactBuilder(interpreter.InterpreterBuilder):
             return interpreter.TensorHandle(data.astype(interpreter._get_np_dtype(target)), target)
         return super().cast_impl(src, dst_type)
 
+    def get_bf16(self, value: float) -> Any:  # not all releases know it
+        return interpreter.TensorHandle(narrow_to_bfloat16(numpy.array([value], dtype=numpy.float32)), tl.bfloat16)
+
+    def create_fma(self, x: Any, y: Any, z: Any) -> Any:
+        """Rounded once, also where a release multiplies and adds: products of float32s are exact in float64, and a sum that is
+        not is made odd (Boldo and Melquiond 2008), so that rounding it again to float32 gives what rounding the exact one would."""
+        if x.data.dtype != numpy.float32:
+            return super().create_fma(x, y, z)
+        product, addend = x.data.astype(numpy.float64) * y.data, z.data.astype(numpy.float64)
+        total = product + addend
+        back = total - product
+        error = (product - (total - back)) + (addend - back)
+        bits = total.view(numpy.int64)
+        inexact = numpy.isfinite(error) & (error != 0) & (bits & 1 == 0)
+        odd = bits + numpy.where((error > 0) == (total > 0), 1, -1)
+        return interpreter.TensorHandle(numpy.where(inexact, odd, bits).view(numpy.float64).astype(numpy.float32), x.dtype.scalar)
+
     def create_dot(self, a: Any, b: Any, d: Any, *_: Any) -> Any:
         left, right = (widen_bfloat16(one.data) if one.dtype.scalar == tl.bfloat16 else one.data for one in (a, b))
         product = numpy.matmul(left.astype(d.data.dtype), right.astype(d.data.dtype))
@@ -156,6 +173,11 @@ def _argument(value: Any, kind: str) -> Any:
     return tl.tensor(interpreter.TensorHandle(data, dtype), dtype)
 
 
+def _widened(tensor: Any, **_: Any) -> Any:
+    """What maxima and minima of bfloat16 are taken of."""
+    return tensor.to(tl.float32) if tensor.type.scalar == tl.bfloat16 else tensor
+
+
 def _numbers(arg: Any) -> Any:
     """A loop's step as a tensor, as it is when compiled: Python's int times a block size would be a constant expression."""
     return _argument(arg, "i32") if type(arg) is int else arg
@@ -204,6 +226,7 @@ def interpret(kernel: Kernel, function: Callable[..., None]) -> Callable[[tuple[
         scope.set_attr(tl, "inline_asm_elementwise", lambda *asked: _assembly(values, turns, *asked))
         scope.set_attr(tl, "associative_scan", _scan)
         scope.set_attr(tl, "device_assert", _assert)
+        scope.set_attr(tl.core, "_promote_bfloat16_to_float32", _widened)  # not all releases patch it
         scope.set_attr(tl.constexpr, "__add__", _added)
         scope.set_attr(JITFunction, "__call__", lambda called, *args: called.fn(*map(_numbers, args)))
         scope.set_attr(tl.tensor, "__index__", lambda scalar: int(scalar.handle.data.item()))  # older releases need 0-d

@@ -77,7 +77,8 @@ def test_16_bit_sums_of_whole_rows_are_added_several_at_a_time(dtype: torch.dtyp
     made = check(lambda x, i, s: x.clone().index_add_(0, i, s), x, index, source, count=2, **near)
     check(lambda x, i, s: x.view(7, 2, 16).index_add(0, i, s.view(6, 2, 16)), x, index, source, **near)
     code = str(triton_compile.compile_for_hopper(kernels(made)[-1].kernel, CACHE).handle.asm["ptx"])
-    assert re.search(r"red\.global\.\S*add\.noftz\.(v\d\.|)b?f16", code) and re.search(r"noftz\.v[48]|f16x2", code)
+    added = r"(red|atom)\.global\.\S*add\.noftz\.(v\d\.|)b?f16"  # before Triton 3.9 an atom, whose result ptxas sees unread
+    assert re.search(added, code) and re.search(r"noftz\.v[48]|f16x2", code)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
