@@ -178,7 +178,7 @@ def why_not(graph: Graph, node: Node, redraws: bool) -> str:
     args = arguments(node)
     if redraws and drops(node):  # nothing tells a checkpointed layer's first run, in a recording of its own
         return "the program has read a generator's state, and may draw the same again where ATen does"
-    if len(node.effects) != 1 or node.again:
+    if len(node.effects) != drops(node) or node.again:
         return "it is computed twice"
     if args.get("attn_bias") is not None:
         return "a bias is added to its scores"

@@ -68,7 +68,7 @@ class ExactBuilder(interpreter.InterpreterBuilder):
 
     def create_fma(self, x: Any, y: Any, z: Any) -> Any:
         """Rounded once, also where a release multiplies and adds: products of float32s are exact in float64, and a sum that is
-        not is made odd (Boldo and Melquiond 2008), so that rounding it again to float32 gives what rounding the exact one would."""
+        not is made odd (Boldo and Melquiond 2008), so that rounding it again gives the float32 nearest to the exact one."""
         if x.data.dtype != numpy.float32:
             return super().create_fma(x, y, z)
         product, addend = x.data.astype(numpy.float64) * y.data, z.data.astype(numpy.float64)

@@ -83,7 +83,7 @@ class Case:
         results = [out, fresh("sums", rows, torch.float32, self.held == "sums"), None, None,
                    fresh("seed", (2,) if flash else (), drawn), fresh("offset", (), drawn), None]
         before = [q, k, v] if flash else [q, k, v, bias, True]
-        graph.record(self.target, [*before, p, self.causal, False, scale], results, [state])
+        graph.record(self.target, [*before, p, self.causal, False, scale], results, [] if self.p is None else [state])
         for number in range(self.backwards):
             grad = given(f"grad{number}", queries, False)
             names = [f"d{name}{number}" for name in "qkv"]

@@ -118,7 +118,7 @@ struct Instr {
   int32_t generator = -1;                  // buffer of the random generator that it draws from
   Site site;
   int64_t sequence = 0, backward = -1;
-  int32_t segment = 0;
+  int32_t segment = 0; bool drops = true;  // drops: false where its share is 0, so that a random op draws nothing
   hash_t call;    // of all that decides shapes and formulas
   hash_t so_far;  // of the recording up to here
 };

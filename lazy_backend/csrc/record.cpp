@@ -197,7 +197,7 @@ void Trace::add_arg(const ArgInfo& info, const IValue& v, Instr& instr, std::vec
   } else if (info.kind == ArgKind::Generator || info.kind == ArgKind::Device) {
     arg.kind = info.kind;
     if (v.isGenerator()) instr.generator = number(generator_buffer(v.toGenerator()), words);
-  } else arg.value = v;  // of tensors None or an undefined one: which of the two the op wants depends on its schema
+  } else arg.value = v, instr.drops &= info.kind != ArgKind::Share;  // None or an undefined tensor: the op's schema tells which
 }
 
 void Trace::add_instr(const Instr& instr, std::vector<uint64_t>& words) {
@@ -359,7 +359,7 @@ const char* Recorder::append(const OpInfo& op, const IValue* args, c10::ArrayRef
               .sequence = node_number(),
               .backward = node ? static_cast<int64_t>(node->sequence_nr()) : -1, .segment = segment, .call = call};
   for (size_t i = 0; i < op.args.size(); i++) t.add_arg(op.args[i], args[i], instr, words);
-  if (op.random)
+  if (op.random && instr.drops)
     instr.generator = t.use(instr.generator < 0 ? default_generator_buffer(index) : t.buffers[instr.generator].get(), true, words);
   instr.outs = static_cast<int32_t>(t.operands.size());
   for (const auto& o : outs) t.operands.push_back(o.defined() ? t.operand(o.unsafeGetTensorImpl(), true, words) : Operand());
