@@ -23,6 +23,7 @@ from barriers.passes.hold_less import hold_less
 from barriers.passes.inbox import use_inbox
 from barriers.passes.join_gradients import join_gradients
 from barriers.passes.join_products import join_products
+from barriers.passes.kept_states import drop_kept_states
 from barriers.passes.memory_budget import fit_budget
 from barriers.passes.noops import eliminate_noops
 from barriers.passes.own_part import read_own_part
@@ -42,6 +43,7 @@ Observer = Callable[["PassRun", Graph], None]
 
 PASSES: tuple[Pass, ...] = (
     eliminate_noops,
+    drop_kept_states,
     eliminate_dead,
 )
 """On the order in which the program recorded."""

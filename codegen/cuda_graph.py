@@ -21,7 +21,7 @@ from codegen.guests import Block
 from codegen.memory_plan import MemoryPlan
 from codegen.static_plan import padded
 from codegen.step_use import StepUse
-from ir_nodes import BufferKind, Graph, Node
+from ir_nodes import BufferKind, Graph, Node, own
 from ir_nodes.node import Operand, ScalarInput, leaves
 
 SHORTEST = 4  # steps worth a graph, unless one of them would run Python
@@ -99,6 +99,8 @@ def call_of(node: Node) -> Call:
 
 def blocked_call(node: Node) -> str:
     """Why a CUDA graph can't hold the ATen call of ``node``; "": it can."""
+    if node.target in (own.RNG_STATE, own.SET_RNG_STATE):
+        return f"{node.target} keeps a random generator's state, or puts it back, which the host does"
     if node.effects and node.name not in _PHILOX | _SEED_ELSEWHERE:
         return f"{node.target} draws random numbers as no CUDA graph can"
     if node.name in _INDEXED and any(isinstance(index, Operand) and index.layout.dtype in _MASKS for index in node.args[1]):

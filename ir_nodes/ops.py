@@ -96,7 +96,10 @@ OWN = "lazysched_own"
 """Of ops that are none of PyTorch's. Of those that codegen makes of several, "_joined" or "_sums" or both follow the name of the
 first, whose kind they are."""
 
-_OWN_KINDS = {"native_dropout_dropped": "pointwise", "pack_bits": "copy", "unpack_bits": "copy"}
+_OWN_KINDS = {
+    "native_dropout_dropped": "pointwise", "pack_bits": "copy", "unpack_bits": "copy",
+    "rng_state": "random", "set_rng_state": "random",
+}
 """Of ops that stand by themselves, see `ir_nodes.own`."""
 
 # In-place ops that never read the old elements of what they write.

@@ -24,6 +24,15 @@ def define(name: str, signature: str, function: Callable[..., Any]) -> str:
     return f"{ops.OWN}::{name}"
 
 
+def of_the_core(name: str, signature: str) -> str:
+    """An op that the native core has the kernels of, and records as it records PyTorch's. What it returns is like its first
+    argument. Returns its name with its namespace."""
+    _LIBRARY.define(name + signature)
+    returns = not signature.endswith("()")
+    _LIBRARY.impl(name, lambda first, *rest, generator=None: torch.empty_like(first) if returns else None, "Meta")
+    return f"{ops.OWN}::{name}"
+
+
 def _dropped(input: Tensor, mask: Tensor, p: float) -> Tensor:
     held = torch.float32 if input.dtype in (torch.float16, torch.bfloat16) else input.dtype
     keep = torch.tensor(1 - p, dtype=held, device=input.device)
@@ -50,3 +59,10 @@ PACKED = define("pack_bits", "(Tensor mask) -> Tensor", _pack_bits)
 
 UNPACKED = define("unpack_bits", "(Tensor bits, int[] size, int[] stride) -> Tensor", _unpack_bits)
 """The mask that `PACKED` made ``bits`` of."""
+
+RNG_STATE = of_the_core("rng_state", "(Tensor like, *, Generator? generator=None) -> Tensor")
+"""A generator's state as it lies in host memory, with the layout of ``like``; without a generator the default one's of the device
+of ``like``."""
+
+SET_RNG_STATE = of_the_core("set_rng_state", "(Tensor state, Tensor like, *, Generator? generator=None) -> ()")
+"""The generator goes on from ``state``."""

@@ -208,6 +208,9 @@ class Before:
         after = api.stats()
         if after["fallbacks"] != self.stats["fallbacks"] or after["flushes"] != self.stats["flushes"]:
             raise Refused("it reads a value, marks a step, or an op of it runs at once" + self.first_end())
+        if after["generators_settled"] != self.stats["generators_settled"]:
+            raise Refused("it seeds a random generator, or asks for its state or sets it in another way than by "
+                          "torch.lazysched.get_rng_state() and set_rng_state()")
         if self.watched.numbers() != self.numbers:
             raise Refused("it changes an optimizer's numbers (a learning rate); make them tensors on the device")
         if self.watched.on_the_host() != self.host:

@@ -121,6 +121,20 @@ def test_a_recomputed_forward_belongs_to_its_backward(reentrant: bool) -> None:
     assert scheduler.recorded_execution_order() == ["two", "one", "join", "two_bwd", "one_bwd"]
 
 
+class CheckpointedDropping(Checkpointed, Dropping):
+    pass
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's random numbers are not the CPU's")
+def test_checkpointed_layers_draw_eagers_numbers_in_any_order() -> None:
+    model, truth = pair(CheckpointedDropping)
+    name_all(model)
+    with LazyScheduler(schedule=["two", "one"], strict=True, debug_mode=True) as scheduler:
+        got = train(model, DEVICE)
+    same(got, train(truth, "cpu"))
+    assert scheduler.recorded_execution_order() == ["two", "one", "join", "two_bwd", "one_bwd"]
+
+
 def test_gradient_accumulation_and_autocast() -> None:
     model, truth = pair(Tower)
     name_all(model)

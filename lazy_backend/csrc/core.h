@@ -236,7 +236,7 @@ inline std::atomic<uint64_t> schedule_key{0};  // part of every key; changes wit
 
 // STATS in api.py names them.
 enum Stat {
-  kRecorded, kCompiles, kHits, kNodesRun, kNodesDead, kKernelsRun, kFallbacks, kInfers, kEvicted, kFlushes, kHeld, kPeak, kReplays, kEarly, kInVain, kStats
+  kRecorded, kCompiles, kHits, kNodesRun, kNodesDead, kKernelsRun, kFallbacks, kInfers, kEvicted, kFlushes, kHeld, kPeak, kReplays, kEarly, kInVain, kSettled, kStats
 };
 inline std::array<std::atomic<int64_t>, kStats> stats;
 void count(const std::string& counter);  // in torch._lazy.metrics

@@ -122,8 +122,8 @@ struct Generator final : c10::GeneratorImpl {
   }
   ~Generator() override { recorder(buffer->device).on_storage_death(buffer.get()); }
   at::Generator& settled(const char* why) const {
-    auto& r = recorder(device_.index());
-    if (r.is_pending(buffer.get())) r.barrier("generator_state", why);
+    stats[kSettled]++;
+    if (auto& r = recorder(device_.index()); r.is_pending(buffer.get())) r.barrier("generator_state", why);
     return buffer->generator;
   }
   void set_current_seed(uint64_t seed) override { settled("the generator was seeded").set_current_seed(seed); }
@@ -132,10 +132,11 @@ struct Generator final : c10::GeneratorImpl {
   uint64_t get_offset() const override { return cuda_ ? settled("the generator's offset was read").get_offset() : 0; }
   uint64_t current_seed() const override { return buffer->generator.current_seed(); }
   uint64_t seed() override { return settled("the generator was seeded").seed(); }
-  void set_state(const c10::TensorImpl& s) override { settled("the generator's state was set").unsafeGetGeneratorImpl()->set_state(s); }
-  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    return settled("the generator's state was read").unsafeGetGeneratorImpl()->get_state();
+  using State = c10::intrusive_ptr<c10::TensorImpl>;
+  void set_state(const c10::TensorImpl& s) override {  // a recorded one shows its bytes where it is copied
+    settled("the generator's state was set").set_state(at::Tensor(State::reclaim_copy(const_cast<c10::TensorImpl*>(&s))).clone());
   }
+  State get_state() const override { return settled("the generator's state was read").unsafeGetGeneratorImpl()->get_state(); }
   Generator* clone_impl() const override { return new Generator(settled("the generator was cloned").clone(), device_.index()); }
   BufferPtr buffer;
 };

@@ -105,8 +105,7 @@ const Tensor& resize_(const Tensor& self, c10::IntArrayRef size, optional<at::Me
 
 Tensor& set_storage(Tensor& self, at::Storage source, int64_t offset, c10::IntArrayRef size, c10::IntArrayRef stride) {
   TORCH_CHECK(source.device_type() == kLazy, "Attempted to set the storage of a tensor on device \"", self.device(),
-              "\" to a storage on different device \"", source.device(),
-              "\".  This is no longer allowed; the devices must match.");
+              "\" to a storage on different device \"", source.device(), "\".  This is no longer allowed; the devices must match.");
   auto* impl = self.unsafeGetTensorImpl();
   impl->set_storage_keep_dtype(std::move(source));
   const auto contiguous = c10::contiguous_strides(size);
@@ -117,18 +116,17 @@ Tensor& set_storage(Tensor& self, at::Storage source, int64_t offset, c10::IntAr
 
 // Shape-only stand-in on the physical device, for choosing a kernel.
 Tensor shadow(const Tensor& t) {
-  c10::DataPtr nothing(nullptr, physical_device(t.device().index()));
-  c10::Storage empty(c10::Storage::use_byte_size_t(), 0, std::move(nothing), nullptr, false);
+  c10::Storage empty(c10::Storage::use_byte_size_t(), 0, {nullptr, physical_device(t.device().index())}, nullptr, false);
   return alias_storage(empty, t.scalar_type(), t.sizes(), t.strides(), 0).set_requires_grad(t.requires_grad());
 }
 
-using Mask = const optional<Tensor>&;
-using Scale = optional<double>;
-using Backend = sdp::SDPBackend;
+using Mask = const optional<Tensor>&; using Scale = optional<double>;
+using Backend = sdp::SDPBackend; using Draws = const optional<at::Generator>&;
 
-Backend sdp_choice(const Tensor& q, const Tensor& k, const Tensor& v, Mask mask, double p, bool causal, Scale scale, bool gqa) {
+int64_t sdp_choice(const Tensor& q, const Tensor& k, const Tensor& v, Mask mask, double p, bool causal, Scale scale, bool gqa) {
+  if (q.is_nested()) return static_cast<int64_t>(Backend::math);
   const auto m = mask && mask->defined() ? optional<Tensor>(shadow(*mask)) : std::nullopt;
-  return static_cast<Backend>(at::_fused_sdp_choice(shadow(q), shadow(k), shadow(v), m, p, causal, scale, gqa));
+  return at::_fused_sdp_choice(shadow(q), shadow(k), shadow(v), m, p, causal, scale, gqa);
 }
 
 // at::native asks the tensors' device which flash kernel to call, and knows CUDA's and the CPU's only.
@@ -143,7 +141,7 @@ Tensor flash_on_cuda(const Tensor& q, const Tensor& k, const Tensor& v, double p
 Tensor sdpa(const Tensor& q, const Tensor& k, const Tensor& v, Mask mask, double p, bool causal, Scale scale, bool gqa) {
   auto like_q = [&](const Tensor& t) { return t.device() == q.device() && t.dtype() == q.dtype() && t.dim() == 4; };
   if (!is_lazy(q) || !like_q(q) || !like_q(k) || !like_q(v) ||
-      sdp_choice(q, k, v, mask, p, causal, scale, gqa) != Backend::flash_attention)
+      sdp_choice(q, k, v, mask, p, causal, scale, gqa) != static_cast<int64_t>(Backend::flash_attention))
     return at::native::scaled_dot_product_attention(q, k, v, mask, p, causal, scale, gqa);
   if (physical_type() == c10::kCUDA) return flash_on_cuda(q, k, v, p, causal, scale);
   auto m = mask;
@@ -152,10 +150,10 @@ Tensor sdpa(const Tensor& q, const Tensor& k, const Tensor& v, Mask mask, double
   return std::get<0>(at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, p, causal, m, scale));
 }
 
-int64_t sdp_choice_stub(const Tensor& q, const Tensor& k, const Tensor& v, Mask mask, double p, bool causal, Scale scale,
-                        bool gqa) {
-  return static_cast<int64_t>(q.is_nested() ? Backend::math : sdp_choice(q, k, v, mask, p, causal, scale, gqa));
-}
+// States that a program keeps and puts back; without a generator those of the default one of the device of `like`.
+at::Generator drawn(const Tensor& like, Draws g) { return g ? *g : at::globalContext().defaultGenerator(like.device()); }
+Tensor rng_state(const Tensor& like, Draws g) { return drawn(like, g).get_state(); }
+void set_rng_state(const Tensor& state, const Tensor& like, Draws g) { drawn(like, g).set_state(state.cpu()); }
 
 }  // namespace
 
@@ -163,6 +161,8 @@ void keep_whole(const std::vector<std::string>& ops) {
   static auto* library = new torch::Library(MAKE_TORCH_LIBRARY_IMPL(aten, PrivateUse1));
   for (const auto& op : ops) library->impl(op.c_str(), torch::CppFunction::makeFromBoxedFunction<&record_boxed>());
 }
+TORCH_LIBRARY_IMPL(lazysched_own, CPU, m) { m.impl("rng_state", rng_state).impl("set_rng_state", set_rng_state); }
+TORCH_LIBRARY_IMPL(lazysched_own, CUDA, m) { m.impl("rng_state", rng_state).impl("set_rng_state", set_rng_state); }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty_memory_format).impl("empty_strided", empty_strided);
@@ -183,4 +183,4 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromB
 
 }  // namespace lazysched
 
-namespace at::native { REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &lazysched::sdp_choice_stub); }
+namespace at::native { REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &lazysched::sdp_choice); }
