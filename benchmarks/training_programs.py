@@ -13,6 +13,7 @@ from typing import Any, Callable, Iterable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 Step = Callable[[], Tensor]
 Program = Callable[[str, bool], Step]
@@ -205,6 +206,24 @@ def attention_on_edges(device: str, large: bool) -> Step:
         share = score / (total[target] + 1e-16)
         new = torch.zeros(nodes, heads, width, device=device).index_add(0, target, share[..., None] * h[source])
         return learn(optimizer, F.cross_entropy(out(F.elu(new.flatten(1))), y))
+
+    return step
+
+
+@program
+def layers_run_twice(device: str, large: bool) -> Step:
+    """A transformer's layers under activation checkpointing, with dropout (Chen et al. 2016)."""
+    width, heads, length, batch = (512, 8, 512, 8) if large else (16, 4, 8, 2)
+    model = nn.ModuleList(nn.TransformerEncoderLayer(width, heads, 2 * width, dropout=0.1, batch_first=True, norm_first=True)
+                          for _ in range(3)).to(device)  # fmt: skip
+    optimizer, x = adam(model.parameters()), drawn(device, batch, length, width)
+    torch.manual_seed(1)  # a CPU's generator has drawn the weights, another device's has not
+
+    def step() -> Tensor:
+        h = x
+        for layer in model:
+            h = checkpoint(layer, h, use_reentrant=False)
+        return learn(optimizer, h.square().mean())
 
     return step
 

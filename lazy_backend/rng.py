@@ -105,7 +105,9 @@ def sample(index: int) -> Tensor:
 
 
 def may_record() -> bool:
-    return settings.current().mode == "lazy" and torch._C._len_torch_dispatch_stack() == 0
+    """Not where somebody else sees to ops, whose tensors could not wait."""
+    usual = torch._C._len_torch_dispatch_stack() == 0 and torch._C._functorch.peek_interpreter_stack() is None
+    return usual and settings.current().mode == "lazy"
 
 
 def get_rng_state(device: Device = None) -> Tensor:

@@ -133,8 +133,9 @@ struct Generator final : c10::GeneratorImpl {
   uint64_t current_seed() const override { return buffer->generator.current_seed(); }
   uint64_t seed() override { return settled("the generator was seeded").seed(); }
   using State = c10::intrusive_ptr<c10::TensorImpl>;
-  void set_state(const c10::TensorImpl& s) override {  // a recorded one shows its bytes where it is copied
-    settled("the generator's state was set").set_state(at::Tensor(State::reclaim_copy(const_cast<c10::TensorImpl*>(&s))).clone());
+  void set_state(const c10::TensorImpl& s) override {  // one that is recorded shows its bytes to who copies it
+    const at::Tensor state(State::reclaim_copy(const_cast<c10::TensorImpl*>(&s)));
+    settled("the generator's state was set").set_state(s.key_set().has(c10::DispatchKey::Python) ? state.clone() : state);
   }
   State get_state() const override { return settled("the generator's state was read").unsafeGetGeneratorImpl()->get_state(); }
   Generator* clone_impl() const override { return new Generator(settled("the generator was cloned").clone(), device_.index()); }

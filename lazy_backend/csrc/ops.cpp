@@ -108,8 +108,7 @@ Tensor& set_storage(Tensor& self, at::Storage source, int64_t offset, c10::IntAr
               "\" to a storage on different device \"", source.device(), "\".  This is no longer allowed; the devices must match.");
   auto* impl = self.unsafeGetTensorImpl();
   impl->set_storage_keep_dtype(std::move(source));
-  const auto contiguous = c10::contiguous_strides(size);
-  impl->set_sizes_and_strides(size, stride.data() ? stride : contiguous, offset);
+  impl->set_sizes_and_strides(size, stride.data() ? stride : c10::IntArrayRef(c10::contiguous_strides(size)), offset);
   grow_storage(self);
   return self;
 }
