@@ -4,8 +4,8 @@
     python -m benchmarks.programs --programs soft_actor --contestants lazysched+replay lazysched+replay+without_product_bias
 
 Contestants: eager; compile: the step as a whole given to torch.compile, which takes what it can of it; lazysched: a barrier
-behind each step; lazysched+replay: the step wrapped in `lazy_backend.replayed`. Each runs in a process of its own with caches of
-its own. The losses of the first six steps have to be eager mode's. Without a GPU small programs run.
+behind each step; lazysched+replay: the step wrapped in `lazy_backend.replayed`, too. Each runs in a process of its own with caches
+of its own. The losses of the first six steps have to be eager mode's. Without a GPU small programs run.
 """
 
 from __future__ import annotations
@@ -61,11 +61,10 @@ def made(contestant: str, step: Step) -> Step:
         return step
     import lazy_backend
 
-    if "replay" in extras:
-        return lazy_backend.replayed(step)
+    run = lazy_backend.replayed(step) if "replay" in extras else step
 
     def marked() -> torch.Tensor:
-        loss = step()
+        loss = run()
         lazy_backend.mark_step()
         return loss
 

@@ -57,15 +57,14 @@ def adversaries(device: str, large: bool) -> Step:
     maker = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.LeakyReLU(0.2), nn.Linear(256, 784), nn.Tanh()).to(device)
     judge = nn.Sequential(nn.Linear(784, 256), nn.LeakyReLU(0.2), nn.Linear(256, 1)).to(device)
     makes, judges = adam(maker.parameters(), 2e-4, betas=(0.5, 0.999)), adam(judge.parameters(), 2e-4, betas=(0.5, 0.999))
-    real, noise = drawn(device, batch, 784), drawn(device, batch, 64, seed=3)
+    real, noise, other = drawn(device, batch, 784), drawn(device, batch, 64, seed=3), drawn(device, batch, 64, seed=4)
 
     def verdict(images: Tensor, genuine: float) -> Tensor:
         said = judge(images)
         return F.binary_cross_entropy_with_logits(said, torch.full_like(said, genuine))
 
     def step() -> Tensor:
-        made = maker(noise)
-        return learn(judges, verdict(real, 1) + verdict(made.detach(), 0)) + learn(makes, verdict(made, 1))
+        return learn(judges, verdict(real, 1) + verdict(maker(noise).detach(), 0)) + learn(makes, verdict(maker(other), 1))
 
     return step
 

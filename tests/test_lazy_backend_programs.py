@@ -8,7 +8,7 @@ from replays import refusals
 
 import lazy_backend
 from benchmarks.training_programs import PROGRAMS
-from tests.device import DEVICE
+from tests.device import DEVICE, ON_GPU
 
 pytestmark = pytest.mark.usefixtures("built")
 STEPS, SETTLED = 6, 3
@@ -18,7 +18,7 @@ STEPS, SETTLED = 6, 3
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_learns_as_in_eager_mode(name: str, replays: bool) -> None:
     torch.manual_seed(0)
-    step = PROGRAMS[name]("cpu", False)
+    step = PROGRAMS[name]("cuda" if ON_GPU else "cpu", False)
     wanted = [float(step()) for _ in range(STEPS)]
     torch.manual_seed(0)
     step = PROGRAMS[name](DEVICE, False)
