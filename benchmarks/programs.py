@@ -4,8 +4,8 @@
     python -m benchmarks.programs --programs soft_actor --contestants lazysched+replay lazysched+replay+without_product_bias
 
 Contestants: eager; compile: the step as a whole given to torch.compile, which takes what it can of it; lazysched: a barrier
-behind each step; lazysched+replay: the step wrapped in `lazy_backend.replayed`, too. Each runs in a process of its own with caches
-of its own. The losses of the first six steps have to be eager mode's. Without a GPU small programs run.
+behind each step; lazysched+replay: the step wrapped in `lazy_backend.replayed`, too. Each runs in a process and with caches of
+its own. The losses of the first six steps have to be eager mode's. Without a GPU small programs run.
 """
 
 from __future__ import annotations
