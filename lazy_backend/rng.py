@@ -1,4 +1,4 @@
-"""Seeds and states of the device's generators, as `torch.cuda.random`. Imports `core`, `api` and `orders` of
+"""Seeds and states of the device's generators, as `torch.cuda.random`. Imports `ir_nodes`, and `core`, `api` and `orders` of
 `lazy_backend` only.
 
 Each index has one default generator. A seed given before the device's first use waits for it.

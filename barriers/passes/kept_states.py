@@ -13,7 +13,7 @@ from ir_nodes.rewrite import Substitution
 
 
 def drop_kept_states(graph: Graph) -> Graph:
-    """Who uses a generator as a node leaves it that goes uses it as the node found it. Returns ``graph``. Linear in nodes."""
+    """Drop them; what follows finds the generator as they found it. Returns ``graph``. Linear in nodes."""
     same, gone = Substitution(), dict[Node, None]()
     for node in _idle(graph):
         same.replace(node.effects[0].value, _found(node))
