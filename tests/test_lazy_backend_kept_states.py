@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import random
 from typing import Callable
 
 import pytest
@@ -177,3 +178,37 @@ def test_replayed_steps_keep_states_and_put_them_back() -> None:
     found = [tuple(tuple(one.tolist()) for one in run()) for _ in range(6)]
     assert len(set(found)) == 1 and found[0][0] == found[0][1] != found[0][2]
     assert refusals() == refused
+
+
+def program(seed: int, device: str) -> list[list[float]]:
+    """Draws between states that are kept, put back, forked and looked at, and barriers, all drawn from ``seed``."""
+    module = torch.random if device == "cpu" else torch.lazysched
+    choose = random.Random(seed)
+    torch.manual_seed(seed)
+    states, found = [module.get_rng_state()], []
+    for _ in range(choose.randrange(4, 24)):
+        what = choose.choice(["draw", "draw", "keep", "put back", "put back", "fork", "look", "mark", "seed"])
+        state = choose.choice(states)
+        if what == "draw":
+            found.append(torch.rand(choose.randrange(1, 20), device=device))
+        elif what == "keep":
+            states.append(module.get_rng_state())
+        elif what == "put back":
+            module.set_rng_state(state)
+        elif what == "fork":
+            with torch.random.fork_rng([] if device == "cpu" else None, device_type=device):
+                module.set_rng_state(state)
+                found.append(torch.rand(2, device=device))
+        elif what == "look":
+            found.append(state.sum().float())
+        elif what == "seed":
+            torch.manual_seed(choose.randrange(3))
+        elif device != "cpu":
+            lazy_backend.mark_step()
+    return [one.flatten().tolist() for one in (*found, torch.rand(3, device=device), module.get_rng_state()[-16:])]
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU's random numbers are not the CPU's")
+def test_random_programs_draw_eager_modes_numbers() -> None:
+    for seed in range(60):
+        assert program(seed, DEVICE) == program(seed, "cpu"), seed
