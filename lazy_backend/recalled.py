@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from ir_nodes import BufferKind, Frame, Graph
 from lazy_backend import core
 from lazy_backend.entered import segments
+from lazy_backend.rates import Follows, Numbers, values
 from lazy_backend.returned import Constant, Found, Leaf, Refused, Returned, home, same_leaf
 from lazy_backend.schema import ArgKind
 from lazy_backend.trace import Recording, to_graph
@@ -123,13 +124,14 @@ class Recorded:
         buffers = [(buffer.nbytes, buffer.kind, buffer.live) for buffer in self.graph.buffers]
         return ops, repr(self.trace.args()), self.trace.operands(), buffers
 
-    def check_same(self, before: Recorded) -> None:
-        """Raises Refused where the call before recorded something else."""
+    def check_same(self, before: Recorded, follows: Follows) -> None:
+        """Raises Refused where the call before recorded something else than a replay that ``follows`` these numbers could."""
         if self.structure() != before.structure():
             raise Refused("its calls record different ops")
         pairs = zip(before.trace.scalars(), self.trace.scalars(), strict=True)
+        followed = {number for number, _ in follows}
         for number, (old, new) in enumerate(pairs):
-            if repr(old) != repr(new):
+            if repr(old) != repr(new) and number not in followed:
                 raise Refused(f"a number changes from call to call, {old} to {new}{self.taker(number)}: make it a tensor on "
                               "the device (optimizers: capturable=True or fused=True)")
         known = set(before.homes)
@@ -157,7 +159,7 @@ class Recorded:
                     return at(node.frame)
         return ""
 
-    def stretch(self) -> Stretch:
+    def stretch(self, follows: Follows) -> Stretch:
         """What replays it."""
         given = tuple((place, self.homes.index(address)) for address, place in self.places.items() if address in self.homes)
         made = {leaf.buffer: leaf.nbytes for leaf in self.leaves if isinstance(leaf, Returned) and leaf.buffer >= 0}
@@ -169,14 +171,15 @@ class Recorded:
         others = frozenset(self.homes[buffer] for buffer in self.found())
         changed = tuple(place for place, number in given if number in self.written)
         leaves = tuple(self.leaves)
-        return Stretch(self.trace, self.index, given, constants, made, changed, others, leaves, self.spec, self.ends, self.trains)
+        return Stretch(self.trace, self.index, given, constants, made, changed, others, leaves, self.spec, self.ends, self.trains,
+                       follows)
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
     """What one call recorded. ``given``: (tensor argument, buffer); ``constants``: (buffer, what stands for it); ``made``: bytes
     of what it returned, by buffer; ``changed``: arguments that it writes; ``others``: homes of memory that it found; ``ends``: a
-    step ends with it; ``trains``: autograd ran.
+    step ends with it; ``trains``: autograd ran; ``follows``: its numbers that optimizers' numbers decide.
     """
 
     trace: Recording
@@ -190,13 +193,16 @@ class Stretch:
     spec: Any
     ends: bool
     trains: bool
+    follows: Follows
 
-    def replay(self, tensors: Sequence[Tensor]) -> Any:
-        """Record it again; gives what it returned.
+    def replay(self, tensors: Sequence[Tensor], numbers: Numbers) -> Any:
+        """Record it again with the optimizers' ``numbers``; gives what it returned.
 
         Raises Refused, with nothing recorded, where memory that it used is gone, or RuntimeError as a barrier does where the
         recording has become long.
         """
+        for index, value in values(self.follows, numbers):
+            self.trace.set_scalar(index, value)
         device = torch.device("lazysched", self.index)
         memory = {buffer: torch.empty(nbytes, dtype=torch.uint8, device=device) for buffer, nbytes in self.made.items()}
         found = [leaf.again() if isinstance(leaf, Found) else None for leaf in self.leaves]

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from ir_nodes import settings
 from lazy_backend import api, core, orders
 from lazy_backend.garbage import uncollected
+from lazy_backend.rates import changed, follow, same
 from lazy_backend.recalled import Recorded, Stretch
 from lazy_backend.returned import Refused, home, kept_elsewhere
 from lazy_backend.watched import Watched
@@ -59,6 +60,13 @@ class Known:
     watched: Watched | None = None
     trains: bool = True  # may autograd or an optimizer run in it?
     state: list[Any] | None = None  # how the last call left what it found in modules and optimizers
+    numbers: Sequence[Any] = ()  # the optimizers'
+    followed: frozenset[int] = frozenset()  # the places of those that may change between replays
+
+    def stands(self, watched: Watched, followed: frozenset[int]) -> bool:
+        """Is all as the last call left it, but for these numbers?"""
+        return self.watched is not None and watched.state(self.trains) == self.state and (
+            not self.trains or same(self.numbers, watched.numbers(), followed))
 
 
 def replayed(function: F) -> F:
@@ -71,9 +79,10 @@ def replayed(function: F) -> F:
     ``fused=True``, which keep their step counts on the device. Arguments alike are tensors of the same layouts and equal other
     values. Calls run as always, and `torch._lazy.metrics` counts why (``ReplayRefused: ...``), where the function reads a value,
     seeds a generator, copies from the CPU, takes a number that changes, returns a tensor with a gradient's graph or replaces what
-    it keeps; where modules' modes, learning rates or gradients are not as the recorded call left them, it is recorded anew. What
-    little both calls copy alike, such as the list of ``x[:, [0, 2]]``, counts as numbers do: later calls are taken to use the
-    same.
+    it keeps; where modules' modes or gradients are not as the recorded call left them, it is recorded anew. Learning rates and
+    the like of PyTorch's optimizers, which schedules change between calls, are followed (`rates`); other optimizers' have to stay.
+    What little both calls copy alike, such as the list of ``x[:, [0, 2]]``, counts as numbers do: later calls are taken to use
+    the same.
     """
     known: OrderedDict[Any, Known] = OrderedDict()
     called = function.forward if isinstance(function, nn.Module) else function
@@ -89,7 +98,7 @@ def replayed(function: F) -> F:
         except (Refused, TypeError) as why:  # what has no hash tells nothing about its contents
             note(str(why))
             return function(*args, **kwargs)
-        if one.stretch is not None and one.watched is not None and one.watched.state(one.trains) == one.state:
+        if one.stretch is not None and one.watched is not None and one.stands(one.watched, one.followed):
             try:
                 return replay(one, one.stretch, tensors)
             except Refused as why:
@@ -144,7 +153,7 @@ def known_of(known: OrderedDict[Any, Known], key: Any) -> Known:
 def replay(one: Known, stretch: Stretch, tensors: Sequence[Tensor]) -> Any:
     if any(home(tensor) in stretch.others for tensor in tensors):
         raise Refused("an argument is memory that the function also finds elsewhere")
-    out = stretch.replay(tensors)
+    out = stretch.replay(tensors, one.watched.numbers() if stretch.follows and one.watched is not None else ())
     if stretch.ends:
         end_step()
     one.served += 1
@@ -172,7 +181,7 @@ def run(function: Callable[..., Any], given: Given, one: Known) -> Any:
         note(why)
     one.watched = before.watched
     one.trains = one.stretch is None or one.stretch.trains or bool(one.watched.optimizers)
-    one.state = one.watched.state(one.trains)
+    one.state, one.numbers = one.watched.state(one.trains), one.watched.numbers()
     if ends:
         end_step()
     if one.tries == _TRIES and one.stretch is None:
@@ -200,8 +209,9 @@ class Before:
 
     def __init__(self, function: Callable[..., Any], given: Given, one: Known) -> None:
         self.watched = Watched(function, given.leaves)
-        self.same = one.watched is not None and self.watched.state(one.trains) == one.state
-        self.numbers, self.host = self.watched.numbers(), self.watched.on_the_host()
+        self.earlier, self.numbers, self.host = one.numbers, self.watched.numbers(), self.watched.on_the_host()
+        self.changed = changed(self.earlier, self.numbers, self.watched.names())
+        self.same = one.stands(self.watched, self.changed)
         self.stats, self.last_end = api.stats(), (api.barriers() or [None])[-1]
 
     def recorded(self) -> int:
@@ -232,8 +242,10 @@ def learn(one: Known, before: Before, recorded: Recorded) -> None:
     elif not before.same:
         raise Refused("modules' modes, gradients or learning rates changed between two calls; call zero_grad() inside")
     else:
-        recorded.check_same(one.recorded)
-        one.stretch, one.recorded = recorded.stretch(), None
+        old, new = one.recorded.trace.scalars(), recorded.trace.scalars()
+        follows = follow(old, new, before.earlier, before.numbers, before.watched.names())
+        recorded.check_same(one.recorded, follows)
+        one.stretch, one.recorded, one.followed = recorded.stretch(follows), None, before.changed
 
 
 def end_step() -> None:

@@ -23,15 +23,14 @@ class Watched:
         self.slots = [(module._parameters, name) for module in self.modules for name in module._parameters]
 
     def state(self, trains: bool) -> list[Any]:
-        """What has to be as it was when a call was recorded: modes and parameters; where the function ``trains``, gradients and
-        the optimizers' numbers, too. Asked before every replay: 0.1 us a module or parameter, 0.3 us for one that trains."""
+        """What has to be as it was when a call was recorded: modes and parameters; where the function ``trains``, gradients, too,
+        and the optimizers' `numbers`. Asked before every replay: 0.1 us a module or parameter, 0.3 us for one that trains."""
         parameters = [holder.get(name) for holder, name in self.slots]
         found: list[Any] = [module.training for module in self.modules]
         found += map(id, parameters)
         if trains:
             found += [one.requires_grad for one in parameters if one is not None]
             found += [id(one.grad) for one in parameters if one is not None]
-            found += self.numbers()
         return found
 
     def numbers(self) -> list[Any]:
@@ -39,6 +38,12 @@ class Watched:
         groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
         return [id(value) if isinstance(value, torch.Tensor) else value
                 for group in groups for name, value in group.items() if name != "params"]
+
+    def names(self) -> list[str]:
+        """Of the `numbers`: optimizer, group and key; "" of optimizers that are not PyTorch's, whose arithmetic nobody knows."""
+        return [f"{number}.{position} {name}" if type(optimizer).__module__.startswith("torch.optim") else ""
+                for number, optimizer in enumerate(self.optimizers) for position, group in enumerate(optimizer.param_groups)
+                for name in group if name != "params"]
 
     def on_the_host(self) -> list[tuple[int, int]]:
         """The optimizers' tensors on the CPU, and how often each was written."""

@@ -180,7 +180,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("set_schedule_key", [](uint64_t key) { schedule_key = key; });
   m.def("again", [](Trace& t, DeviceIndex i, const Recorder::Given& given) { return recorder(i).again(t, given); });
-  py::class_<Trace>(m, "Trace").def("forget", &Trace::forget)
+  py::class_<Trace>(m, "Trace").def("forget", &Trace::forget).def("set_scalar", [](Trace& t, size_t i, double v) { t.scalars[i] = v; })
       .def("bytes", [](const Trace& t, size_t i) { auto& s = t.buffers[i]->physical; return s ? bytes_of(s) : at::Tensor(); })
       .def_readonly("held", &Trace::held).def_readonly("needed", &Trace::needed).def_readonly("refused", &Trace::refused)
       .def("instrs", &instrs).def("args", &args).def("operands", &operands).def("scalars", &scalars).def("buffers", &buffers);

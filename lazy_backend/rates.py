@@ -1,0 +1,99 @@
+"""Learning rates, and other numbers of optimizers, that change from call to call of a replayed function. Imports `returned` of
+`lazy_backend` only.
+
+Programs set them between two steps, as schedules do. What an optimizer of PyTorch's hands to ops is one of a few formulas of its
+numbers, in the same float64 arithmetic. So where a number of two recordings differs, the formulas that give both values, bit by
+bit, tell what it is; a replay is given what they give then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable, Collection, Iterator, Mapping, Sequence
+
+from lazy_backend.returned import Refused
+
+Numbers = Sequence[Any]
+"""Values of an optimizer's groups, one after the other: floats, tuples of them, and others."""
+
+_SINGLE: Mapping[str, Callable[[float], float]] = {"x": lambda x: x, "-x": lambda x: -x, "1 - x": lambda x: 1 - x}
+_DECAYED: Mapping[str, Callable[[float, float], float]] = {
+    "lr * decay": lambda rate, decay: rate * decay, "-lr * decay": lambda rate, decay: -rate * decay,
+    "1 - lr * decay": lambda rate, decay: 1 - rate * decay,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """``name`` of the number at ``place``, or of the ``item``-th one of a tuple there; with weight decay at ``decay``, or -1."""
+
+    name: str
+    place: int
+    item: int = 0
+    decay: int = -1
+
+    def of(self, numbers: Numbers) -> float:
+        value = numbers[self.place]
+        value = value[self.item] if isinstance(value, tuple) else value
+        return _SINGLE[self.name](value) if self.decay < 0 else _DECAYED[self.name](value, numbers[self.decay])
+
+
+Follows = tuple[tuple[int, tuple[Formula, ...]], ...]
+"""Recorded numbers, by their index, with the formulas that give their values."""
+
+
+def changed(before: Numbers, now: Numbers, names: Sequence[str]) -> frozenset[int]:
+    """The places whose numbers are others now. ``names``: of the numbers; "": a replay may not follow it."""
+    return frozenset(place for place, (old, new, name) in enumerate(zip(before, now, names))
+                     if name and repr(old) != repr(new) and is_floats(old) and is_floats(new))
+
+
+def same(before: Numbers, now: Numbers, followed: Collection[int]) -> bool:
+    """Are the numbers what they were, but for those at the places ``followed``?"""
+    return len(before) == len(now) and all(
+        place in followed or old == new for place, (old, new) in enumerate(zip(before, now)))
+
+
+def is_floats(value: Any) -> bool:
+    return type(value) is float or isinstance(value, tuple) and all(type(one) is float for one in value)
+
+
+def formulas(before: Numbers, now: Numbers, names: Sequence[str]) -> Iterator[Formula]:
+    """All that PyTorch's optimizers compute in Python of the numbers that changed."""
+    places = changed(before, now, names)
+    for place, name in enumerate(names):
+        group, _, key = name.rpartition(" ")
+        if place in places:
+            pairs = zip(before[place], now[place]) if isinstance(now[place], tuple) else [(before[place], now[place])]
+            yield from (Formula(one, place, item) for item, (old, new) in enumerate(pairs) if repr(old) != repr(new)
+                        for one in _SINGLE)
+        decay = names.index(f"{group} weight_decay") if key == "lr" and f"{group} weight_decay" in names else -1
+        if decay >= 0 and {place, decay} & places and type(now[decay]) is float and now[decay]:
+            yield from (Formula(one, place, 0, decay) for one in _DECAYED)
+
+
+def follow(old: Sequence[Any], new: Sequence[Any], before: Numbers, now: Numbers, names: Sequence[str]) -> Follows:
+    """What a replay computes again of the recorded numbers ``old`` and ``new``. Raises Refused where a value could be a formula's
+    that gave the same twice; numbers that no formula gives are left out."""
+    known = [(one, repr(one.of(before)), repr(one.of(now))) for one in formulas(before, now, names)]
+    found = []
+    for index, pair in enumerate(zip(map(repr, old), map(repr, new))):
+        right = tuple(one for one, *values in known if pair == tuple(values))
+        if right and pair[0] == pair[1]:
+            raise Refused("an optimizer's number is too small for a replay to follow it")
+        if right:
+            found.append((index, right))
+    return tuple(found)
+
+
+def values(follows: Follows, numbers: Numbers) -> list[tuple[int, float]]:
+    """The numbers of a replay, by index. Raises Refused where groups that had the same numbers when it was recorded have not."""
+    made = []
+    for index, right in follows:
+        if not all(is_floats(numbers[one.place]) for one in right):
+            raise Refused("an optimizer's number is no float any more")
+        first, *others = (one.of(numbers) for one in right)
+        if any(repr(one) != repr(first) for one in others):
+            raise Refused("optimizers' numbers that were equal differ now")
+        made.append((index, first))
+    return made
