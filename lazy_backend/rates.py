@@ -38,8 +38,8 @@ class Formula:
         return _SINGLE[self.name](value) if self.decay < 0 else _DECAYED[self.name](value, numbers[self.decay])
 
 
-Follows = tuple[tuple[int, tuple[Formula, ...]], ...]
-"""Recorded numbers, by their index, with the formulas that give their values."""
+Follows = tuple[tuple[tuple[int, ...], tuple[Formula, ...]], ...]
+"""Indices of recorded numbers with the same values, and the formulas that give these."""
 
 
 def changed(before: Numbers, now: Numbers, names: Sequence[str]) -> frozenset[int]:
@@ -49,9 +49,14 @@ def changed(before: Numbers, now: Numbers, names: Sequence[str]) -> frozenset[in
 
 
 def same(before: Numbers, now: Numbers, followed: Collection[int]) -> bool:
-    """Are the numbers what they were, but for those at the places ``followed``?"""
+    """Are the numbers what they were, but for those at the places ``followed``? One that becomes 0, or was, is another formula:
+    without momentum nothing is kept."""
     return len(before) == len(now) and all(
-        place in followed or old == new for place, (old, new) in enumerate(zip(before, now)))
+        old == new or place in followed and zeros(old) == zeros(new) for place, (old, new) in enumerate(zip(before, now)))
+
+
+def zeros(value: Any) -> list[bool]:
+    return [not one for one in value] if isinstance(value, tuple) else [not value]
 
 
 def is_floats(value: Any) -> bool:
@@ -75,25 +80,24 @@ def formulas(before: Numbers, now: Numbers, names: Sequence[str]) -> Iterator[Fo
 def follow(old: Sequence[Any], new: Sequence[Any], before: Numbers, now: Numbers, names: Sequence[str]) -> Follows:
     """What a replay computes again of the recorded numbers ``old`` and ``new``. Raises Refused where a value could be a formula's
     that gave the same twice; numbers that no formula gives are left out."""
-    known = [(one, repr(one.of(before)), repr(one.of(now))) for one in formulas(before, now, names)]
-    found = []
+    known: dict[tuple[str, str], list[Formula]] = {}
+    for one in formulas(before, now, names):
+        known.setdefault((repr(one.of(before)), repr(one.of(now))), []).append(one)
+    found: dict[tuple[str, str], list[int]] = {}
     for index, pair in enumerate(zip(map(repr, old), map(repr, new))):
-        right = tuple(one for one, *values in known if pair == tuple(values))
-        if right and pair[0] == pair[1]:
-            raise Refused("an optimizer's number is too small for a replay to follow it")
-        if right:
-            found.append((index, right))
-    return tuple(found)
+        if pair in known:
+            found.setdefault(pair, []).append(index)
+    if any(first == second for first, second in found):
+        raise Refused("an optimizer's number is too small for a replay to follow it")
+    return tuple((tuple(indices), tuple(known[pair])) for pair, indices in found.items())
 
 
-def values(follows: Follows, numbers: Numbers) -> list[tuple[int, float]]:
+def values(follows: Follows, numbers: Numbers) -> Iterator[tuple[int, float]]:
     """The numbers of a replay, by index. Raises Refused where groups that had the same numbers when it was recorded have not."""
-    made = []
-    for index, right in follows:
+    for indices, right in follows:
         if not all(is_floats(numbers[one.place]) for one in right):
             raise Refused("an optimizer's number is no float any more")
         first, *others = (one.of(numbers) for one in right)
         if any(repr(one) != repr(first) for one in others):
             raise Refused("optimizers' numbers that were equal differ now")
-        made.append((index, first))
-    return made
+        yield from ((index, first) for index in indices)

@@ -129,7 +129,7 @@ class Recorded:
         if self.structure() != before.structure():
             raise Refused("its calls record different ops")
         pairs = zip(before.trace.scalars(), self.trace.scalars(), strict=True)
-        followed = {number for number, _ in follows}
+        followed = {number for numbers, _ in follows for number in numbers}
         for number, (old, new) in enumerate(pairs):
             if repr(old) != repr(new) and number not in followed:
                 raise Refused(f"a number changes from call to call, {old} to {new}{self.taker(number)}: make it a tensor on "
@@ -201,7 +201,7 @@ class Stretch:
         Raises Refused, with nothing recorded, where memory that it used is gone, or RuntimeError as a barrier does where the
         recording has become long.
         """
-        for index, value in values(self.follows, numbers):
+        for index, value in list(values(self.follows, numbers)):
             self.trace.set_scalar(index, value)
         device = torch.device("lazysched", self.index)
         memory = {buffer: torch.empty(nbytes, dtype=torch.uint8, device=device) for buffer, nbytes in self.made.items()}

@@ -77,12 +77,12 @@ def replayed(function: F) -> F:
     does to tensors (parameters, gradients, buffers, caches, generators) a replay does too, and it returns new tensors. Gradients
     that a call leaves behind keep their memory, so call ``zero_grad()`` inside, and optimizers need ``capturable=True`` or
     ``fused=True``, which keep their step counts on the device. Arguments alike are tensors of the same layouts and equal other
-    values. Calls run as always, and `torch._lazy.metrics` counts why (``ReplayRefused: ...``), where the function reads a value,
-    seeds a generator, copies from the CPU, takes a number that changes, returns a tensor with a gradient's graph or replaces what
-    it keeps; where modules' modes or gradients are not as the recorded call left them, it is recorded anew. Learning rates and
-    the like of PyTorch's optimizers, which schedules change between calls, are followed (`rates`); other optimizers' have to stay.
-    What little both calls copy alike, such as the list of ``x[:, [0, 2]]``, counts as numbers do: later calls are taken to use
-    the same.
+    values. Calls run as always, and `torch._lazy.metrics` counts why (``ReplayRefused: ...``), where the function reads a
+    value, seeds a generator, copies from the CPU, takes a number that changes, returns a tensor with a gradient's graph or
+    replaces what it keeps; where modules' modes or gradients are not as the recorded call left them, it is recorded anew.
+    Learning rates and the like of PyTorch's optimizers, which schedules change between calls, are followed (`rates`); other
+    optimizers' have to stay. What little both calls copy alike, such as the list of ``x[:, [0, 2]]``, counts as numbers do:
+    later calls are taken to use the same.
     """
     known: OrderedDict[Any, Known] = OrderedDict()
     called = function.forward if isinstance(function, nn.Module) else function

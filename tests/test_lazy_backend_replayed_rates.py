@@ -118,6 +118,24 @@ def test_of_other_optimizers_no_number_is_followed() -> None:
     assert losses == wanted
 
 
+def test_a_momentum_that_goes_is_another_formula() -> None:
+    """Without it the old one is kept as it was, for when it comes back."""
+    def momenta(of: torch.optim.Optimizer) -> Any:
+        class Momenta:
+            now = 0
+
+            def step(self) -> None:
+                self.now += 1
+                of.param_groups[0]["momentum"] = 0.0 if self.now in (7, 8) else 0.9 - 0.01 * self.now
+
+        return Momenta()
+
+    sgd: Make = lambda some: torch.optim.SGD(some, 0.1, momentum=0.9)  # noqa: E731
+    wanted, _ = train(sgd, momenta, False)
+    losses, runs = train(sgd, momenta, True)
+    assert losses == wanted and FIRST < runs < STEPS
+
+
 NAMES = ["0.0 lr", "0.0 betas", "0.0 weight_decay", "0.0 eps", ""]
 
 
@@ -127,12 +145,12 @@ def test_formulas_that_give_both_values() -> None:
     old = [0.5, -0.5, 1 - 0.5 * 0.1, 0.9, 1 - 0.9, 0.99, 7.0, 0.5]
     new = [0.25, -0.25, 1 - 0.25 * 0.1, 0.8, 1 - 0.8, 0.99, 8.0, 0.5]
     follows = follow(old, new, before, now, NAMES)
-    assert [index for index, _ in follows] == [0, 1, 2, 3, 4]
+    assert [indices for indices, _ in follows] == [(0,), (1,), (2,), (3,), (4,)]
     assert follows[2][1] == (Formula("1 - lr * decay", 0, 0, 2),)
     later = [0.125, (0.7, 0.99), 0.1, 1e-8, 5.0]
-    assert values(follows, later) == [(0, 0.125), (1, -0.125), (2, 1 - 0.125 * 0.1), (3, 0.7), (4, 1 - 0.7)]
+    assert list(values(follows, later)) == [(0, 0.125), (1, -0.125), (2, 1 - 0.125 * 0.1), (3, 0.7), (4, 1 - 0.7)]
     with pytest.raises(Refused, match="no float"):
-        values(follows, [torch.tensor(0.1), *later[1:]])
+        list(values(follows, [torch.tensor(0.1), *later[1:]]))
 
 
 def test_what_two_values_do_not_tell_is_refused() -> None:
@@ -140,4 +158,4 @@ def test_what_two_values_do_not_tell_is_refused() -> None:
     before, now = [1e-18, (0.9, 0.99), 0.1, 1e-8, 3.0], [2e-18, (0.9, 0.99), 0.1, 1e-8, 3.0]
     with pytest.raises(Refused, match="too small"):
         follow([1e-18, 1.0], [2e-18, 1.0], before, now, NAMES)
-    assert [index for index, _ in follow([1e-18, 2.0], [2e-18, 2.0], before, now, NAMES)] == [0]
+    assert [indices for indices, _ in follow([1e-18, 2.0, 1e-18], [2e-18, 2.0, 2e-18], before, now, NAMES)] == [(0, 2)]
