@@ -171,7 +171,11 @@ def test_a_matmul_or_a_rare_op_is_no_barrier() -> None:
 
 def test_reading_a_generators_state() -> None:
     _kept = torch.randn(3, device=DEVICE)
-    barrier = only(barriers_of(lambda: torch.lazysched.get_rng_state()))
+    state = torch.lazysched.get_rng_state()
+    barrier = only(barriers_of(lambda: state.tolist()))  # to keep it and to put it back are recorded
+    assert barrier.kind.label == "generator_state"
+    _kept = torch.randn(3, device=DEVICE)
+    barrier = only(barriers_of(lambda: torch.lazysched.default_generators[0].get_state()))
     assert barrier.kind.label == "generator_state"
 
 
