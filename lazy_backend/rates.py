@@ -65,14 +65,14 @@ def is_floats(value: Any) -> bool:
 
 def formulas(before: Numbers, now: Numbers, names: Sequence[str]) -> Iterator[Formula]:
     """All that PyTorch's optimizers compute in Python of the numbers that changed."""
-    places = changed(before, now, names)
+    places, place_of = changed(before, now, names), {name: place for place, name in enumerate(names)}
     for place, name in enumerate(names):
         group, _, key = name.rpartition(" ")
         if place in places:
             pairs = zip(before[place], now[place]) if isinstance(now[place], tuple) else [(before[place], now[place])]
             yield from (Formula(one, place, item) for item, (old, new) in enumerate(pairs) if repr(old) != repr(new)
                         for one in _SINGLE)
-        decay = names.index(f"{group} weight_decay") if key == "lr" and f"{group} weight_decay" in names else -1
+        decay = place_of.get(f"{group} weight_decay", -1) if key == "lr" else -1
         if decay >= 0 and {place, decay} & places and type(now[decay]) is float and now[decay]:
             yield from (Formula(one, place, 0, decay) for one in _DECAYED)
 

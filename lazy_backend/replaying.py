@@ -63,10 +63,10 @@ class Known:
     numbers: Sequence[Any] = ()  # the optimizers'
     followed: frozenset[int] = frozenset()  # the places of those that may change between replays
 
-    def stands(self, watched: Watched, followed: frozenset[int]) -> bool:
-        """Is all as the last call left it, but for these numbers?"""
+    def stands(self, watched: Watched, numbers: Sequence[Any], followed: frozenset[int]) -> bool:
+        """Is all as the last call left it, but for the ``numbers`` that are ``followed``?"""
         return self.watched is not None and watched.state(self.trains) == self.state and (
-            not self.trains or same(self.numbers, watched.numbers(), followed))
+            not self.trains or same(self.numbers, numbers, followed))
 
 
 def replayed(function: F) -> F:
@@ -98,9 +98,11 @@ def replayed(function: F) -> F:
         except (Refused, TypeError) as why:  # what has no hash tells nothing about its contents
             note(str(why))
             return function(*args, **kwargs)
-        if one.stretch is not None and one.watched is not None and one.stands(one.watched, one.followed):
+        if one.stretch is not None and one.watched is not None:
+            numbers = one.watched.numbers() if one.trains else ()
             try:
-                return replay(one, one.stretch, tensors)
+                if one.stands(one.watched, numbers, one.followed):
+                    return replay(one, one.stretch, tensors, numbers)
             except Refused as why:
                 note(str(why))
         one.stretch = None
@@ -150,10 +152,10 @@ def known_of(known: OrderedDict[Any, Known], key: Any) -> Known:
     return one
 
 
-def replay(one: Known, stretch: Stretch, tensors: Sequence[Tensor]) -> Any:
+def replay(one: Known, stretch: Stretch, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> Any:
     if any(home(tensor) in stretch.others for tensor in tensors):
         raise Refused("an argument is memory that the function also finds elsewhere")
-    out = stretch.replay(tensors, one.watched.numbers() if stretch.follows and one.watched is not None else ())
+    out = stretch.replay(tensors, numbers)
     if stretch.ends:
         end_step()
     one.served += 1
@@ -211,7 +213,7 @@ class Before:
         self.watched = Watched(function, given.leaves)
         self.earlier, self.numbers, self.host = one.numbers, self.watched.numbers(), self.watched.on_the_host()
         self.changed = changed(self.earlier, self.numbers, self.watched.names())
-        self.same = one.stands(self.watched, self.changed)
+        self.same = one.stands(self.watched, self.numbers, self.changed)
         self.stats, self.last_end = api.stats(), (api.barriers() or [None])[-1]
 
     def recorded(self) -> int:

@@ -23,8 +23,8 @@ class Watched:
         self.slots = [(module._parameters, name) for module in self.modules for name in module._parameters]
 
     def state(self, trains: bool) -> list[Any]:
-        """What has to be as it was when a call was recorded: modes and parameters; where the function ``trains``, gradients, too,
-        and the optimizers' `numbers`. Asked before every replay: 0.1 us a module or parameter, 0.3 us for one that trains."""
+        """What has to be as it was when a call was recorded, beside `numbers`: modes and parameters; where the function
+        ``trains``, gradients, too. Asked before every replay: 0.1 us a module or parameter, 0.3 us for one that trains."""
         parameters = [holder.get(name) for holder, name in self.slots]
         found: list[Any] = [module.training for module in self.modules]
         found += map(id, parameters)

@@ -6,7 +6,7 @@ from typing import Any, Callable
 
 import pytest
 import torch
-import torch._lazy.metrics
+from replays import refusals
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
@@ -43,11 +43,6 @@ class Mine(torch.optim.SGD):
         for group in self.param_groups:
             for one in group["params"]:
                 one.sub_(one.grad, alpha=max(group["lr"], 0.08))
-
-
-def refusals() -> dict[str, int]:
-    names = torch._lazy.metrics.counter_names()
-    return {name: torch._lazy.metrics.counter_value(name) or 0 for name in names if name.startswith("ReplayRefused")}
 
 
 def train(optimizer: Make, schedule: Callable[[torch.optim.Optimizer], Any], replays: bool) -> tuple[list[float], int]:
