@@ -2,7 +2,8 @@
 
 A contestant is a way to run, then what is added to it: ``compile+opt`` compiles the optimizer's step as well,
 ``eager+fused`` uses PyTorch's own fused optimizer, ``lazysched+replay`` wraps the whole step in `lazy_backend.replayed`; with
-``+cleared`` gradients are dropped behind each step, as Hugging Face's Trainer does, otherwise when the next one begins.
+``+cleared`` gradients are dropped behind each step, as Hugging Face's Trainer does, otherwise when the next one begins; with
+``+annealed`` the learning rate falls along a cosine, a little behind every step.
 ``+without_combo`` does without lazysched's optimisation of that name.
 """
 
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from benchmarks.models import TASKS, Sizes
 from benchmarks.timing import wait
@@ -23,7 +25,7 @@ MODES = {"compile": None, "reduce-overhead": "reduce-overhead", "max-autotune": 
 WAYS = ("eager", *MODES, "lazysched")
 ASKED = {"attention": {"LAZYSCHED_ATTENTION": "triton"}, "tuned": {"LAZYSCHED_AUTOTUNE": "1"}}
 """What lazysched is asked for beyond its defaults, as settings."""
-EXTRAS = ("opt", "fused", "cleared", "replay", *ASKED)
+EXTRAS = ("opt", "fused", "cleared", "annealed", "replay", *ASKED)
 WITHOUT = "without_"
 
 
@@ -33,8 +35,8 @@ def parts(contestant: str) -> tuple[str, set[str]]:
     ours = {f"{WITHOUT}{name}" for name in OPTIMISATIONS} | {"replay", *ASKED}
     wrong = ("opt" in extras and way not in MODES) or (ours & set(extras) and way != "lazysched")
     if way not in WAYS or not set(extras) <= ours | set(EXTRAS) or wrong:
-        raise ValueError(f"{contestant}: no such contestant. Ways: {', '.join(WAYS)}; added: +fused, +cleared, +opt for what "
-                         f"compiles, +replay, +attention, +tuned and +{WITHOUT}OPTIMISATION for lazysched")
+        raise ValueError(f"{contestant}: no such contestant. Ways: {', '.join(WAYS)}; added: +fused, +cleared, +annealed, +opt for "
+                         f"what compiles, +replay, +attention, +tuned and +{WITHOUT}OPTIMISATION for lazysched")
     return way, set(extras)
 
 
@@ -60,6 +62,7 @@ class Loop:
         self.model = self.task.build(sizes, self.task.dropout if dropout is None else dropout).train()
         self.place()
         self.optimizer = self.make_optimizer()
+        self.schedule = CosineAnnealingLR(self.optimizer, T_max=1000) if "annealed" in self.extras else None
         self.forward: Callable[..., Tensor] = self.model
         self.update: Callable[[], Any] = self.optimizer.step
         if self.way in MODES:
@@ -106,7 +109,10 @@ class Loop:
             self.number += 1
         if self.way == "reduce-overhead":
             torch.compiler.cudagraph_mark_step_begin()
-        return self.whole(*(one.to(self.device, non_blocking=True) for one in batch))
+        loss = self.whole(*(one.to(self.device, non_blocking=True) for one in batch))
+        if self.schedule is not None:
+            self.schedule.step()
+        return loss
 
     def on_device(self, *here: Tensor) -> Tensor:
         """A step on a batch that is on the device."""
