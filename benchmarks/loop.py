@@ -35,8 +35,8 @@ def parts(contestant: str) -> tuple[str, set[str]]:
     ours = {f"{WITHOUT}{name}" for name in OPTIMISATIONS} | {"replay", *ASKED}
     wrong = ("opt" in extras and way not in MODES) or (ours & set(extras) and way != "lazysched")
     if way not in WAYS or not set(extras) <= ours | set(EXTRAS) or wrong:
-        raise ValueError(f"{contestant}: no such contestant. Ways: {', '.join(WAYS)}; added: +fused, +cleared, +annealed, +opt for "
-                         f"what compiles, +replay, +attention, +tuned and +{WITHOUT}OPTIMISATION for lazysched")
+        raise ValueError(f"{contestant}: no such contestant. Ways: {', '.join(WAYS)}; added: +fused, +cleared, +annealed, +opt "
+                         f"for what compiles, +replay, +attention, +tuned and +{WITHOUT}OPTIMISATION for lazysched")
     return way, set(extras)
 
 

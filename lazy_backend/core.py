@@ -106,7 +106,7 @@ def configure(core: ModuleType) -> None:
     """Hand the settings in force to the core."""
     now = settings.current()
     core.configure(core.Limits(now.max_ops, now.max_pending_bytes or default_pending_bytes(), now.mode == "eager", now.cache_size,
-                               now.frames, ALWAYS if now.start_early == "always" else IDLE))
+                               now.frames, ALWAYS if now.start_early == "always" else IDLE, settings.enabled("known_values")))
 
 
 def reconfigure() -> None:

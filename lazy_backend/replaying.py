@@ -225,7 +225,8 @@ class Before:
             raise Refused("it seeds a random generator, or asks for its state or sets it in another way than by "
                           "torch.lazysched.get_rng_state() and set_rng_state()")
         if self.watched.numbers() != self.numbers:
-            raise Refused("it changes an optimizer's numbers (a learning rate); make them tensors on the device")
+            raise Refused("it changes an optimizer's numbers (a learning rate); change them between its calls, or make them "
+                          "tensors on the device")
         if self.watched.on_the_host() != self.host:
             raise Refused("it changes tensors on the CPU (an optimizer's step counts); use capturable=True or fused=True, "
                           "where the optimizer has one of them")

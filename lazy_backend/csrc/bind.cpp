@@ -100,10 +100,9 @@ void add_step(Program& p, Fields... fields) { p.steps.push_back({Step{std::move(
 // As nn.Module.to does for devices that PyTorch knows: `p` keeps its identity and takes over the contents of `other`.
 void set_data(const at::Tensor& p, const at::Tensor& other) {
   if (auto* meta = torch::autograd::impl::get_autograd_meta(p)) {
-    std::lock_guard<std::mutex> lock(meta->mutex_);
-    auto accumulator = meta->grad_accumulator_.lock();
-    if (accumulator && (!other.options().type_equal(p.options()) || accumulator->input_metadata(0).device() != other.device()))
-      meta->grad_accumulator_.reset();
+    std::lock_guard lock(meta->mutex_);
+    auto kept = meta->grad_accumulator_.lock(); const bool alike = other.options().type_equal(p.options());
+    if (kept && !(alike && kept->input_metadata(0).device() == other.device())) meta->grad_accumulator_.reset();
   }
   p.unsafeGetTensorImpl()->shallow_copy_from(other.getIntrusivePtr());
 }
@@ -158,7 +157,7 @@ void read_schema(OpInfo& op) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace lazysched;
-  py::class_<Limits>(m, "Limits").def(py::init<int64_t, int64_t, bool, size_t, bool, int>());
+  py::class_<Limits>(m, "Limits").def(py::init<int64_t, int64_t, bool, size_t, bool, int, bool>());
   m.def("configure", [](const Limits& now) { limits = now; });
   m.def("init", &start).def("keep_whole", &keep_whole);
   m.def("set_compiler", keeper(compiler_)).def("set_schema_reader", keeper(schema_reader_)).def("set_inferrer", keeper(inferrer_));

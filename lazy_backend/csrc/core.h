@@ -53,6 +53,7 @@ struct Buffer final : c10::intrusive_ptr_target {
   uint64_t pending_in = 0;  // the recording whose end will give it its newest value; 0: none
   uint64_t trace = 0;       // the recording that numbers it, and its number there
   int32_t index = -1;
+  hash_t origin;          // how its value came from numbers alone within that recording; null: it did not
   c10::Storage physical;  // bytes on the physical device; null until computed
   at::Generator generator;
   std::shared_ptr<const std::string> error;  // why its value could never be computed
@@ -134,6 +135,10 @@ struct Trace {
   std::vector<int32_t> held, needed;  // segments that wait for the schedule, while these buffers are needed now
   std::set<int32_t> refused;          // instructions that no CUDA graph could hold when this ran before
   hash_t hash;
+  // Of the instruction that is added: what its hash takes in, how its operands came from numbers alone, and those that it writes;
+  // and how many numbers those before it took.
+  std::vector<uint64_t> words; hash_t origin; std::vector<Buffer*> written; size_t numbers = 0;
+  std::vector<uint64_t>& begin() { words.clear(), written.clear(), origin = hash_t(uint64_t{1}); return words; }
   void reset(uint64_t new_id); void forget(int32_t buffer);
   int32_t number(Buffer* b, std::vector<uint64_t>& words);
   int32_t use(Buffer* b, bool writes, std::vector<uint64_t>& words);
@@ -172,6 +177,7 @@ class Recorder {
   bool is_pending(const Buffer* b); bool is_used(const Buffer* b);  // does the recording read or write it?
   // The physical bytes behind `t`, computed if need be.
   at::Tensor materialise(const at::Tensor& t, const char* kind, const std::string& reason);
+  at::Scalar read(const at::Tensor& t);  // the one element of `t`
   at::Tensor lend(const at::Tensor& t, int how);  // the same, for another library to hold (`Buffer::lent`, or 0: only to look)
   void on_storage_death(Buffer* b); Trace copy();
   using Given = std::vector<std::pair<int32_t, at::Tensor>>;  // what stands for buffers of a recording
@@ -198,6 +204,7 @@ class Recorder {
   // The program that the recording is expected to become, what of it has begun, and how many ops are recorded when more of it may.
   struct Head { ProgramPtr program, before; std::shared_ptr<Runner> runner; size_t cut = 0; } head_; size_t cut_ops_ = 0;
   std::unordered_map<hash_t, Entry, torch::lazy::HashReducer> cache_;
+  std::unordered_map<hash_t, bool, torch::lazy::HashReducer> told_;  // what reads of values that came from numbers alone gave
 };
 
 std::vector<std::unique_ptr<Recorder>>& recorders();
@@ -228,7 +235,7 @@ at::Tensor alias_storage(const c10::Storage& s, at::ScalarType dtype, c10::IntAr
 at::Tensor alias_storage(const c10::Storage& s, const at::Tensor& like);
 at::Tensor wrap_physical(const at::Tensor& t, DeviceIndex device);  // a lazy tensor over bytes that exist
 
-struct Limits { int64_t max_ops = 20000, max_bytes = 0; bool eager = false; size_t cache_size = 256; bool frames = true; int idle = 2; };
+struct Limits { int64_t max_ops = 20000, max_bytes = 0; bool eager = false; size_t cache_size = 256; bool frames = true; int idle = 2; bool told = true; };
 inline Limits limits;
 using Holder = std::function<std::vector<int32_t>(const std::vector<int32_t>&)>;
 inline Holder* holder = nullptr;  // which of the recorded segments wait for one not recorded yet; Python's, kept for ever
@@ -236,7 +243,7 @@ inline std::atomic<uint64_t> schedule_key{0};  // part of every key; changes wit
 
 // STATS in api.py names them.
 enum Stat {
-  kRecorded, kCompiles, kHits, kNodesRun, kNodesDead, kKernelsRun, kFallbacks, kInfers, kEvicted, kFlushes, kHeld, kPeak, kReplays, kEarly, kInVain, kSettled, kStats
+  kRecorded, kCompiles, kHits, kNodesRun, kNodesDead, kKernelsRun, kFallbacks, kInfers, kEvicted, kFlushes, kHeld, kPeak, kReplays, kEarly, kInVain, kSettled, kTold, kStats
 };
 inline std::array<std::atomic<int64_t>, kStats> stats;
 void count(const std::string& counter);  // in torch._lazy.metrics
@@ -261,6 +268,12 @@ struct NoWarnings final : c10::WarningHandler {
   const char* prefix; c10::WarningHandler* user;
   c10::WarningUtils::WarningHandlerGuard guard;
 };
+// One thing for each device index, made when it is first asked for and kept for ever.
+template <class F> auto* one_each(F&& make) {
+  auto* all = new std::vector<decltype(make(DeviceIndex{}))>();
+  for (int d = 0; d < device_count(); d++) all->push_back(make(static_cast<DeviceIndex>(d)));
+  return all;
+}
 // Ops that draw without being given a generator use the physical device's default one: lends it our state for the call.
 struct LentState {
   LentState(at::Generator ours, DeviceIndex device);
@@ -295,9 +308,7 @@ template <class T, class F> IValue make_list(size_t n, F&& f) {
   return list;
 }
 
-inline std::optional<at::Tensor> if_defined(at::Tensor t) {
-  return t.defined() ? std::optional<at::Tensor>(std::move(t)) : std::nullopt;
-}
+inline std::optional<at::Tensor> if_defined(at::Tensor t) { return t.defined() ? std::optional(std::move(t)) : std::nullopt; }
 
 // `v` with f(tensor) in the place of every tensor, undefined ones too.
 template <class F> IValue map_tensors(const IValue& v, F&& f) {

@@ -149,11 +149,7 @@ at::Generator new_generator(DeviceIndex i) {
   return at::make_generator<Generator>(physical, i);
 }
 const at::Generator& default_generator(DeviceIndex i) {
-  static auto* all = [] {
-    auto* made = new std::vector<at::Generator>();
-    for (DeviceIndex d = 0; d < count_; d++) made->push_back(new_generator(d));
-    return made;
-  }();
+  static auto* all = one_each(&new_generator);
   check_index(i = i < 0 ? current_ : i);
   return (*all)[i];
 }

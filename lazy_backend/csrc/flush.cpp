@@ -45,8 +45,7 @@ ProgramPtr Recorder::find(Trace& trace, bool& hit) {
 
 void Recorder::barrier(const char* kind, const std::string& reason, const Needed& needed) {
   const Site site = capture_site();
-  GilRelease nogil;
-  std::lock_guard<std::mutex> lock(flush_mutex);
+  GilRelease nogil; std::lock_guard<std::mutex> lock(flush_mutex);
   flush_locked(kind, reason, site, needed);
   waited = waited || std::string_view(kind) == "wait";
 }
@@ -77,8 +76,7 @@ void Recorder::hold_back(Trace& trace) {
 // Begins what the recording is likely to become while the host goes on recording, where the device would wait for it. That writes
 // no memory that was there before: it is dropped if the recording becomes another one.
 void Recorder::start_early() {
-  GilRelease nogil;
-  std::lock_guard<std::mutex> flushing(flush_mutex);
+  GilRelease nogil; std::lock_guard<std::mutex> flushing(flush_mutex);
   auto& [program, before, runner, number] = head_;
   if (!program || number == program->cuts.size()) return;
   const auto& cut = program->cuts[number++];

@@ -30,8 +30,8 @@ std::shared_ptr<const Inference> inference(const OpInfo& op, const IValue* args,
   stats[kInfers]++;
   auto known = std::make_shared<Inference>();
   if (!op.indexing || !boolean_index(op, args)) {  // index_put_: Meta refuses masks, but the result is `self` anyhow
-    PlainDispatch plain(device);
-    NoWarnings quiet("");  // what the user did wrong is said when the op itself is recorded or run
+    // What the user did wrong is said when the op itself is recorded or run.
+    PlainDispatch plain(device); NoWarnings quiet("");
     infer_in_python(op, args, device, *known);
   }
   const auto here = known->here ? at_line(call) : call;

@@ -53,7 +53,7 @@ struct Backend final : BackendImplInterface {
     return all;
   }
   BackendDevice GetBackendDevice(c10::Device d) const override {
-    return BackendDevice(GetDefaultDeviceType(), d.has_index() ? d.index() : current_device());
+    return {GetDefaultDeviceType(), d.has_index() ? d.index() : current_device()};
   }
 };
 

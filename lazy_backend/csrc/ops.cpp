@@ -81,11 +81,7 @@ Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking) {
   return dst.copy_(src, non_blocking);
 }
 
-at::Scalar local_scalar_dense(const Tensor& self) {
-  auto bytes = recorder(self).materialise(self, "value_access", "item() or a conversion to a Python number");
-  PlainDispatch plain;
-  return bytes.item();
-}
+at::Scalar local_scalar_dense(const Tensor& self) { return recorder(self).read(self); }
 
 // The storage takes the bytes that the tensor's shape needs.
 void grow_storage(const Tensor& t) {

@@ -24,8 +24,7 @@ void Runner::bind(bool whole) {
 constexpr char kResized[] = "An output with one or more elements was resized";
 
 void Runner::run_early(std::shared_ptr<Trace> recorded, const Program::Cut& cut) {
-  PlainDispatch plain(device);
-  NoWarnings quiet(kResized);
+  PlainDispatch plain(device); NoWarnings quiet(kResized);
   part = std::move(recorded), trace = part.get();
   for (size_t i = part->scalars.size(); i < program.numbers.size(); i++) part->scalars.push_back(program.numbers[i]);
   for (size_t i = states.size(); i < trace->buffers.size(); i++)
@@ -38,8 +37,7 @@ void Runner::run_early(std::shared_ptr<Trace> recorded, const Program::Cut& cut)
 }
 
 void Program::run(Trace& trace, DeviceIndex device, int32_t& failed, std::shared_ptr<Runner> begun) {
-  PlainDispatch plain(device);
-  NoWarnings quiet(kResized);
+  PlainDispatch plain(device); NoWarnings quiet(kResized);
   if (!begun) begun = std::make_shared<Runner>(*this, device);
   Runner& runner = *begun;
   runner.trace = &trace, runner.step = 0, runner.bind(true);

@@ -36,9 +36,8 @@ enum Word : uint64_t {
 constexpr uint64_t kList = 0x100, kLayout = 0x200;
 
 void add_layout(const c10::TensorImpl* t, std::vector<uint64_t>& words) {
-  const uint64_t flags = (t->is_conj() ? 1 : 0) | (t->is_neg() ? 2 : 0);
-  const auto dtype = static_cast<uint64_t>(t->dtype().toScalarType());
-  words.push_back(kLayout | static_cast<uint64_t>(t->dim()) << 32 | dtype << 24 | flags << 16);
+  const auto dtype = static_cast<uint64_t>(t->dtype().toScalarType()), dims = static_cast<uint64_t>(t->dim());
+  words.push_back(kLayout | dims << 32 | dtype << 24 | uint64_t{t->is_neg()} << 17 | uint64_t{t->is_conj()} << 16);
   for (auto shape : {t->sizes(), t->strides()}) words.insert(words.end(), shape.begin(), shape.end());
   words.push_back(static_cast<uint64_t>(t->storage_offset()));
 }
@@ -51,10 +50,8 @@ void add_tensor(const IValue& v, std::vector<uint64_t>& words) {
 }
 
 Word kind_of(const IValue& v) {
-  if (v.isNone()) return kNone;
-  if (v.isInt()) return kInt;
   if (v.isBool()) return v.toBool() ? kTrue : kFalse;
-  return v.isDouble() ? kDouble : v.isComplexDouble() ? kComplex : kOther;
+  return v.isNone() ? kNone : v.isInt() ? kInt : v.isDouble() ? kDouble : v.isComplexDouble() ? kComplex : kOther;
 }
 
 void add_const(const IValue& v, std::vector<uint64_t>& words) {
@@ -145,16 +142,19 @@ void move_indices(const OpInfo& op, IValue* args) {
 void Trace::reset(uint64_t new_id) {
   auto clear = [](auto&... all) { (all.clear(), ...); };  // memory is kept for the next recording
   clear(instrs, args, operands, dims, scalars, buffers, kinds, live, held, needed, refused);
-  id = new_id, held_bytes = 0;
-  hash = hash_t(static_cast<uint64_t>(0x1a2f5c));
+  id = new_id, held_bytes = 0, numbers = 0, hash = hash_t(uint64_t{0x1a2f5c});
 }
 
 void Trace::forget(int32_t b) { (buffers[b] = c10::make_intrusive<Buffer>(buffers[b]->nbytes, buffers[b]->device))->owned = false; }
+
+// How something came from numbers alone, given how two things did that it is made of; null where one did not.
+static hash_t both(const hash_t& a, const hash_t& b) { return a == 0 || b == 0 ? hash_t() : torch::lazy::HashCombine(a, b); }
 
 int32_t Trace::number(Buffer* b, std::vector<uint64_t>& words) {
   if (b->trace == id) return b->index;
   const auto kind = b->generator.defined() ? BufferKind::Generator : b->physical || b->pending_in ? BufferKind::Input : BufferKind::Fresh;
   b->trace = id, b->index = static_cast<int32_t>(buffers.size()), b->touched = true;
+  b->origin = hash_t(uint64_t{kind == BufferKind::Fresh});
   buffers.push_back(BufferPtr::reclaim_copy(b)), kinds.push_back(kind);
   if (kind == BufferKind::Fresh && b->owned) held_bytes += static_cast<int64_t>(b->nbytes);
   words.push_back((static_cast<uint64_t>(kind) << 56) | b->nbytes);
@@ -163,7 +163,8 @@ int32_t Trace::number(Buffer* b, std::vector<uint64_t>& words) {
 
 int32_t Trace::use(Buffer* b, bool writes, std::vector<uint64_t>& words) {
   words.push_back(static_cast<uint64_t>(number(b, words)));
-  if (writes) b->pending_in = id;
+  origin = both(origin, b->origin);
+  if (writes) b->pending_in = id, written.push_back(b);
   return b->index;
 }
 
@@ -204,11 +205,14 @@ void Trace::add_instr(const Instr& instr, std::vector<uint64_t>& words) {
   words.insert(words.end(), {static_cast<uint64_t>(instr.segment), c10::Uint128Low64(instr.call), c10::Uint128High64(instr.call)});
   hash = torch::lazy::HashBlock(words.data(), words.size() * sizeof(uint64_t), hash);
   instrs.push_back(instr), instrs.back().so_far = hash;
+  words.clear(); for (; numbers < scalars.size(); numbers++) add_const(scalars[numbers], words);
+  if (instr.op->name.rfind("aten::", 0)) origin = hash_t();  // what collectives bring comes from other ranks
+  const auto given = origin == 0 ? origin : torch::lazy::HashBlock(words.data(), words.size() * sizeof(uint64_t), instr.call);
+  for (auto* b : written) b->origin = origin = both(origin, given);
 }
 
 void Trace::replay(const Trace& from, const Instr& in) {
-  static thread_local std::vector<uint64_t> words;
-  words.clear();
+  auto& words = begin();
   auto add = [&](int32_t operand, bool writes) {
     Operand o = from.operands[operand];
     if (o.buffer >= 0) o.buffer = use(from.buffers[o.buffer].get(), writes, words);
@@ -237,12 +241,7 @@ Recorder::Recorder(DeviceIndex i) : index(i), trace_(std::make_unique<Trace>()),
 }
 
 std::vector<std::unique_ptr<Recorder>>& recorders() {
-  static auto* all = [] {
-    auto* v = new std::vector<std::unique_ptr<Recorder>>();
-    for (int d = 0; d < device_count(); d++) v->push_back(std::make_unique<Recorder>(static_cast<DeviceIndex>(d)));
-    return v;
-  }();
-  return *all;
+  static auto* all = one_each([](DeviceIndex i) { return std::make_unique<Recorder>(i); }); return *all;
 }
 
 Recorder& recorder(DeviceIndex i) {
@@ -343,8 +342,6 @@ void Recorder::record(const OpInfo& op, Stack* stack) {
 
 // Returns why the recording has to run now, or kCut, else null.
 const char* Recorder::append(const OpInfo& op, const IValue* args, c10::ArrayRef<at::Tensor> outs, hash_t call) {
-  static thread_local std::vector<uint64_t> words;
-  words.clear();
   const Site site = capture_site();  // these two may wait for the GIL
   const auto node = torch::autograd::get_current_node();
   const int32_t segment = current_segment(node.get());
@@ -354,7 +351,7 @@ const char* Recorder::append(const OpInfo& op, const IValue* args, c10::ArrayRef
     if (!is_lazy(t)) return;
     buffer_of(t)->check(), lent |= buffer_of(t)->is_lent();
   });
-  Trace& t = *trace_;
+  Trace& t = *trace_; auto& words = t.begin();
   Instr instr{.op = &op, .args = static_cast<int32_t>(t.args.size()), .n_outs = static_cast<int32_t>(outs.size()), .site = site,
               .sequence = node_number(),
               .backward = node ? static_cast<int64_t>(node->sequence_nr()) : -1, .segment = segment, .call = call};
@@ -427,8 +424,7 @@ void Recorder::run_now(const OpInfo& op, Stack* stack, const char* kind, const s
     }));
   }
   {
-    GilRelease nogil;
-    PlainDispatch plain(index);
+    GilRelease nogil; PlainDispatch plain(index);
     std::optional<LentState> lent;
     if (lend) lent.emplace(default_generator_buffer(index)->generator, index);
     op.handle.callBoxed(&physical);
@@ -458,6 +454,22 @@ at::Tensor Recorder::lend(const at::Tensor& t, int how) {
   if (how && physical.storage().use_count() > 2) pin(physical.storage(), 1);  // a CUDA graph holds it, too
   b->lent |= how;
   return physical;
+}
+
+// A boolean that came from numbers alone is what it was the last time: nothing has to run for it. Models ask such questions of masks
+// and positions that they have just made.
+at::Scalar Recorder::read(const at::Tensor& t) {
+  constexpr size_t kRemembered = 10000;
+  hash_t from;
+  if (std::lock_guard lock(mutex); limits.told && t.scalar_type() == at::kBool && buffer_of(t)->pending_in == trace_->id) {
+    from = both(buffer_of(t)->origin, torch::lazy::MHash(t.storage_offset(), t.is_neg()));
+    if (const auto it = told_.find(from); it != told_.end()) return stats[kTold]++, it->second;
+  }
+  const auto bytes = materialise(t, "value_access", "item() or a conversion to a Python number");
+  PlainDispatch plain;
+  const auto value = bytes.item();
+  if (std::lock_guard lock(mutex); from != 0 && told_.size() < kRemembered) told_.emplace(from, value.toBool());
+  return value;
 }
 
 at::Tensor Recorder::materialise(const at::Tensor& t, const char* kind, const std::string& reason) {

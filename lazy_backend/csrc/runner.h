@@ -154,8 +154,7 @@ struct Runner {
   // What a launch takes: the address of each argument. The words behind the last are Triton's scratch pointers, which are null.
   static constexpr size_t kScratch = 2;
   void** pointers(std::vector<uint64_t>& all) {
-    params.clear();
-    for (auto& word : all) params.push_back(&word);
+    params.clear(); for (auto& word : all) params.push_back(&word);
     return params.data();
   }
 
