@@ -68,7 +68,7 @@ OPTIMISATIONS: dict[str, str] = {
     "parallel_compile": "kernels compile in several processes",
     "cuda_graphs": "a cached step replays as a CUDA graph",
     "replay": "functions wrapped in lazy_backend.replayed are recorded again without their Python",
-    "known_values": "a question to numbers alone, such as a mask just made, has the answer of the last time, and runs nothing",
+    "known_values": "in training a question to numbers alone, such as to a mask just made, has the answer of the last time",
     "windows": "concatenations, pads, gradients of slices and writes into parts are index arithmetic in the kernels around them",
     "varying": "ops whose sizes are new in every recording run at once, so that the rest is compiled once",
     "fused_random": "dropout draws its random numbers inside a fused kernel",

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from ir_nodes import BufferKind, Frame, Graph
 from lazy_backend import core
 from lazy_backend.entered import segments
+from lazy_backend.questions import Question
 from lazy_backend.rates import Follows, Numbers, values
 from lazy_backend.returned import Constant, Found, Leaf, Refused, Returned, home, same_leaf
 from lazy_backend.schema import ArgKind
@@ -32,9 +33,10 @@ class Recorded:
     Raises Refused where such a call cannot be recorded again.
     """
 
-    def __init__(self, index: int, tensors: Sequence[Tensor], out: Any, kept: set[int], ops: int, ends: bool) -> None:
+    def __init__(self, index: int, tensors: Sequence[Tensor], out: Any, kept: set[int], ops: int, ends: bool,
+                 asked: Sequence[Question] = ()) -> None:
         leaves, self.spec = pytree.tree_flatten(out)
-        self.index, self.ends = index, ends
+        self.index, self.ends, self.asked = index, ends, tuple(asked)
         self.trace: Recording = core.get().trace_for([], index)
         self.graph: Graph = to_graph(self.trace, segments.calls)
         if len(self.graph.nodes) != ops:
@@ -134,6 +136,8 @@ class Recorded:
             if repr(old) != repr(new) and number not in followed:
                 raise Refused(f"a number changes from call to call, {old} to {new}{self.taker(number)}: make it a tensor on "
                               "the device (optimizers: capturable=True or fused=True)")
+        if [question.same() for question in before.asked] != [question.same() for question in self.asked]:
+            raise Refused("what it asks of its arguments differs from call to call")
         known = set(before.homes)
         for buffer, data in self.constants.items():
             if data and self.homes[buffer] in known:

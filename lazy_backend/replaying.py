@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from ir_nodes import settings
 from lazy_backend import api, core, orders
 from lazy_backend.garbage import uncollected
+from lazy_backend.questions import OtherAnswer, Question, Questions, ask
 from lazy_backend.rates import changed, follow, same
 from lazy_backend.recalled import Recorded, Stretch
 from lazy_backend.returned import Refused, home, kept_elsewhere
@@ -56,6 +57,7 @@ class Known:
     tries: int = 0
     served: int = 0
     recorded: Recorded | None = None
+    asked: Sequence[Question] = ()  # of the arguments; with other answers calls are of another kind
     stretch: Stretch | None = None
     watched: Watched | None = None
     trains: bool = True  # may autograd or an optimizer run in it?
@@ -77,7 +79,8 @@ def replayed(function: F) -> F:
     does to tensors (parameters, gradients, buffers, caches, generators) a replay does too, and it returns new tensors. Gradients
     that a call leaves behind keep their memory, so call ``zero_grad()`` inside, and optimizers need ``capturable=True`` or
     ``fused=True``, which keep their step counts on the device. Arguments alike are tensors of the same layouts and equal other
-    values. Calls run as always, and `torch._lazy.metrics` counts why (``ReplayRefused: ...``), where the function reads a
+    values. What little the function asks of them (``if mask.all():``) each replay asks first; another answer is another kind of
+    call. Calls run as always, and `torch._lazy.metrics` counts why (``ReplayRefused: ...``), where the function reads another
     value, seeds a generator, copies from the CPU, takes a number that changes, returns a tensor with a gradient's graph or
     replaces what it keeps; where modules' modes or gradients are not as the recorded call left them, it is recorded anew.
     Learning rates and the like of PyTorch's optimizers, which schedules change between calls, are followed (`rates`); other
@@ -92,21 +95,28 @@ def replayed(function: F) -> F:
         if not may_replay():
             return function(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        given = Given(args, kwargs, leaves, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
         try:
-            one = known_of(known, (spec, mode(), *described(leaves)))
+            kind: Any = (spec, mode(), *described(leaves))
+            hash(kind)
         except (Refused, TypeError) as why:  # what has no hash tells nothing about its contents
             note(str(why))
             return function(*args, **kwargs)
-        if one.stretch is not None and one.watched is not None:
-            numbers = one.watched.numbers() if one.trains else ()
+        while True:
+            one = known_of(known, kind)
             try:
-                if one.stands(one.watched, numbers, one.followed):
-                    return replay(one, one.stretch, tensors, numbers)
+                ask(one.asked, given.tensors)
+                if one.stretch is not None and one.watched is not None:
+                    numbers = one.watched.numbers() if one.trains else ()
+                    if one.stands(one.watched, numbers, one.followed):
+                        return replay(one, one.stretch, given.tensors, numbers)
+            except OtherAnswer as other:
+                kind = (kind, other.question)
+                continue
             except Refused as why:
                 note(str(why))
-        one.stretch = None
-        return run(function, Given(args, kwargs, leaves, tensors), one)
+            one.stretch = None
+            return run(function, given, one)
 
     return wrapper  # type: ignore[return-value]
 
@@ -173,12 +183,14 @@ def run(function: Callable[..., Any], given: Given, one: Known) -> Any:
     for index in range(core.device_count()):  # what it records is to be told apart
         api.run_recorded(index, "mark_step", "lazy_backend.replayed() looks at what a function records")
     before, why = Before(function, given, one), ""
-    out, ends = apart(function, given, one)
+    index = core.get().current_device()
+    with Questions(index, given.tensors) as questions:
+        out, ends = apart(function, given, one)
     try:
-        ops, kept = before.recorded(), kept_elsewhere(out)
-        learn(one, before, Recorded(core.get().current_device(), given.tensors, out, kept, ops, ends))
+        ops, kept = before.recorded(questions.why), kept_elsewhere(out)
+        learn(one, before, Recorded(index, given.tensors, out, kept, ops, ends, questions.asked))
     except Refused as refused:
-        one.recorded = None
+        one.recorded, one.asked = None, ()
         why = str(refused)
         note(why)
     one.watched = before.watched
@@ -216,11 +228,12 @@ class Before:
         self.same = one.stands(self.watched, self.numbers, self.changed)
         self.stats, self.last_end = api.stats(), (api.barriers() or [None])[-1]
 
-    def recorded(self) -> int:
-        """Ops recorded since. Raises Refused where they may not be all that the function did."""
+    def recorded(self, why: str) -> int:
+        """Ops recorded since; ``why``: what it asked was looked at. Raises Refused where they may not be all that it did."""
         after = api.stats()
         if after["fallbacks"] != self.stats["fallbacks"] or after["flushes"] != self.stats["flushes"]:
-            raise Refused("it reads a value, marks a step, or an op of it runs at once" + self.first_end())
+            more = f": {why}" if why else ""
+            raise Refused(f"it reads a value, marks a step, or an op of it runs at once{more}{self.first_end()}")
         if after["generators_settled"] != self.stats["generators_settled"]:
             raise Refused("it seeds a random generator, or asks for its state or sets it in another way than by "
                           "torch.lazysched.get_rng_state() and set_rng_state()")
@@ -241,7 +254,7 @@ class Before:
 def learn(one: Known, before: Before, recorded: Recorded) -> None:
     """Two calls one after the other that recorded the same can be replayed. Raises Refused."""
     if one.recorded is None:
-        one.recorded = recorded
+        one.recorded, one.asked = recorded, recorded.asked
     elif not before.same:
         raise Refused("modules' modes, gradients or learning rates changed between two calls; call zero_grad() inside")
     else:

@@ -161,7 +161,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("configure", [](const Limits& now) { limits = now; });
   m.def("init", &start).def("keep_whole", &keep_whole);
   m.def("set_compiler", keeper(compiler_)).def("set_schema_reader", keeper(schema_reader_)).def("set_inferrer", keeper(inferrer_));
-  m.def("set_logger", keeper(logger)).def("set_holder", keeper(holder)).def("set_capturer", keeper(capturer));
+  m.def("set_logger", keeper(logger)).def("set_holder", keeper(holder)).def("set_asker", keeper(asker)).def("set_capturer", keeper(capturer));
   m.def("barrier", [](DeviceIndex i, const char* kind, const std::string& reason) { recorder(i).barrier(kind, reason); });
   m.def("current_device", &current_device).def("set_device", &set_current_device);
   m.def("current_stream", [](DeviceIndex i) { return c10::impl::getDeviceGuardImpl(kLazy)->getStream({kLazy, i}).id(); });

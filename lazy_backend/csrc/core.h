@@ -238,6 +238,7 @@ at::Tensor wrap_physical(const at::Tensor& t, DeviceIndex device);  // a lazy te
 struct Limits { int64_t max_ops = 20000, max_bytes = 0; bool eager = false; size_t cache_size = 256; bool frames = true; int idle = 2; bool told = true; };
 inline Limits limits;
 using Holder = std::function<std::vector<int32_t>(const std::vector<int32_t>&)>;
+inline std::function<std::optional<bool>(const at::Tensor&)>* asker = nullptr;  // answers aside, or not; Python's, kept for ever
 inline Holder* holder = nullptr;  // which of the recorded segments wait for one not recorded yet; Python's, kept for ever
 inline std::atomic<uint64_t> schedule_key{0};  // part of every key; changes with what the schedules ask for
 

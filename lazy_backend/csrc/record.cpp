@@ -345,8 +345,7 @@ const char* Recorder::append(const OpInfo& op, const IValue* args, c10::ArrayRef
   const Site site = capture_site();  // these two may wait for the GIL
   const auto node = torch::autograd::get_current_node();
   const int32_t segment = current_segment(node.get());
-  std::lock_guard<std::mutex> lock(mutex);
-  bool lent = false;
+  std::lock_guard<std::mutex> lock(mutex); bool lent = false;
   each_tensor(op, args, [&](size_t, const at::Tensor& t) {
     if (!is_lazy(t)) return;
     buffer_of(t)->check(), lent |= buffer_of(t)->is_lent();
@@ -408,11 +407,9 @@ void Recorder::run_now(const OpInfo& op, Stack* stack, const char* kind, const s
   const Stack args = torch::jit::pop(*stack, op.args.size());
   Needed needed;
   if (must_settle(op, args.data(), needed)) barrier(kind, reason, needed);
-  stats[kFallbacks]++;
-  count(op.name);
-  Stack physical;
+  stats[kFallbacks]++, count(op.name);
+  Stack physical; bool lend = op.random;
   std::vector<std::pair<at::Tensor, at::Tensor>> pairs;  // (lazy, physical)
-  bool lend = op.random;
   for (const auto& v : args) {
     if (v.isDevice() && v.toDevice().type() == kLazy) physical.emplace_back(physical_device(index));
     else if (v.isGenerator()) physical.emplace_back(generator_buffer(v.toGenerator())->generator), lend = false;
@@ -457,14 +454,17 @@ at::Tensor Recorder::lend(const at::Tensor& t, int how) {
 }
 
 // A boolean that came from numbers alone is what it was the last time: nothing has to run for it. Models ask such questions of masks
-// and positions that they have just made.
+// and positions that they have just made. In training, whose steps are alike: the first answer is waited for, so the recording of
+// the second time is another one, and decoding would compile every position twice.
 at::Scalar Recorder::read(const at::Tensor& t) {
   constexpr size_t kRemembered = 10000;
   hash_t from;
-  if (std::lock_guard lock(mutex); limits.told && t.scalar_type() == at::kBool && buffer_of(t)->pending_in == trace_->id) {
+  const bool asks = t.scalar_type() == at::kBool && is_pending(buffer_of(t));
+  if (std::lock_guard lock(mutex); asks && limits.told && at::GradMode::is_enabled()) {
     from = both(buffer_of(t)->origin, torch::lazy::MHash(t.storage_offset(), t.is_neg()));
     if (const auto it = told_.find(from); it != told_.end()) return stats[kTold]++, it->second;
   }
+  if (asks && asker) if (const auto told = (*asker)(t)) return *told;
   const auto bytes = materialise(t, "value_access", "item() or a conversion to a Python number");
   PlainDispatch plain;
   const auto value = bytes.item();

@@ -1,0 +1,174 @@
+"""What a function asks of its arguments while `replayed` looks at it. Imports torch, `ir_nodes` and parts below it.
+
+Models ask booleans of what they are given: is nothing masked, does a row begin with padding? Read as always, the answer would end
+Models ask booleans of what they are given: is nothing masked, does a row begin with padding? Read as always, the answer would end
+copy of what the question needs, while the recording goes on; and each replay asks the same question of its own arguments first.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Sequence
+
+import torch
+from torch import Tensor
+
+from barriers.passes.dead import drop, eliminate_dead
+from ir_nodes import BufferKind, Graph, Layout, reference
+from lazy_backend import core
+from lazy_backend.entered import segments
+from lazy_backend.returned import Refused, home
+from lazy_backend.trace import Recording, to_graph
+
+_OPS = 32  # that a question takes at most: it is asked anew before each replay
+_RECORDED = 256  # ops before it at most: they are recorded with it, though they do not run
+_BYTES = 1 << 24  # that are looked at while a call is recorded
+
+
+class OtherAnswer(Exception):
+    """A replay's arguments answer otherwise than those of the recorded calls, which makes it a call of another kind."""
+
+    def __init__(self, question: tuple[int, int, int, bool]) -> None:
+        super().__init__(f"another answer than {question[-1]}")
+        self.question = question
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A boolean that a function asked of its arguments. ``trace``: what was recorded by then, ``at`` ops; ``given``: (argument,
+    buffer); the answer lies at byte ``offset`` of ``buffer``."""
+
+    trace: Recording
+    index: int
+    at: int
+    given: tuple[tuple[int, int], ...]
+    buffer: int
+    nbytes: int
+    offset: int
+    answer: bool
+
+    def same(self) -> tuple[int, int, int, bool]:
+        """What is equal of the same question with the same answer in two recordings that are alike."""
+        return self.at, self.buffer, self.offset, self.answer
+
+    def record(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Ask it of other arguments: a boolean whose value nobody has read."""
+        memory = torch.empty(self.nbytes, dtype=torch.bool, device=torch.device("lazysched", self.index))
+        given = [(number, tensors[place]) for place, number in self.given]
+        try:
+            core.get().again(self.trace, self.index, [*given, (self.buffer, memory)])
+        except RuntimeError as error:
+            raise Refused(str(error)) from None
+        return memory[self.offset]
+
+
+def ask(questions: Sequence[Question], tensors: Sequence[Tensor]) -> None:
+    """Ask them of other arguments; reads values. Raises OtherAnswer at the first that has one, or Refused."""
+    for question, told in [(one, one.record(tensors)) for one in questions]:  # all at one barrier
+        if bool(told) is not question.answer:
+            raise OtherAnswer(question.same())
+
+
+class Questions:
+    """What one call of a function asks of its tensor arguments, while this is entered."""
+
+    def __init__(self, index: int, tensors: Sequence[Tensor]) -> None:
+        self.index, self.tensors = index, tensors
+        self.asked: list[Question] = []
+        self.why = ""  # the first that could not be answered aside was not
+
+    def __enter__(self) -> Questions:
+        _now.questions = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _now.questions = None
+
+    def answer(self, one: Tensor) -> bool | None:
+        """The answer, computed aside; None where that cannot be."""
+        try:
+            question = self.question(one)
+        except Refused as why:
+            self.why = self.why or str(why)
+            return None
+        if question.given:  # else numbers alone decide
+            self.asked.append(question)
+        return question.answer
+
+    def question(self, one: Tensor) -> Question:
+        trace = core.get().trace_for([one, *self.tensors], self.index)
+        count, homes = len(trace.instrs()), [address for *_, address in trace.buffers()]
+        if count > _RECORDED:
+            raise Refused(f"it asks behind more than {_RECORDED} ops")
+        graph = to_graph(trace, segments.calls)
+        check_before(graph)
+        places = {home(tensor): place for place, tensor in reversed(list(enumerate(self.tensors)))}
+        buffer = homes.index(home(one))
+        needed_for(graph, buffer)
+        given = {homes.index(address): place for address, place in places.items() if address in homes}
+        check(graph, given)
+        data = {value.buffer.index: contents(trace, value.buffer.index, value.buffer.nbytes) for value in graph.inputs()}
+        with torch.no_grad():
+            made = reference.run(graph, data, trace.scalars())
+        for number in (buffer, *given):  # nothing of this call is held
+            trace.forget(number)
+        answer = bool(reference.window(made[buffer], Layout(torch.bool, (), (), one.storage_offset())))
+        return Question(trace, self.index, count, tuple((place, number) for number, place in given.items()), buffer,
+                        graph.buffers[buffer].nbytes, one.storage_offset(), answer)
+
+
+def check_before(graph: Graph) -> None:
+    """Raises Refused where recording again what came before a question would do more than answer it."""
+    for node in graph.nodes:
+        writes = any(write.value.buffer.kind is BufferKind.INPUT for write in node.writes)
+        if writes or node.effects or not node.target.startswith("aten::"):
+            raise Refused("it asks behind an op that draws, talks to other ranks or writes what was there before")
+
+
+def needed_for(graph: Graph, buffer: int) -> None:
+    """Leaves what ``buffer`` comes from."""
+    for other in graph.buffers:
+        other.live = other.index == buffer
+    drop(graph, [node for node in graph.nodes if not node.all_writes()])  # assertions, which the recording itself keeps
+    eliminate_dead(graph)
+
+
+def check(graph: Graph, given: dict[int, int]) -> None:
+    """Raises Refused where it is no small question, with an exact answer, to the arguments."""
+    if len(graph.nodes) > _OPS:
+        raise Refused(f"what it asks takes {len(graph.nodes)} ops, more than {_OPS}")
+    if any(value.buffer.index not in given for value in graph.inputs()):
+        raise Refused("it asks something of what is no argument")
+    if sum(value.buffer.nbytes for value in graph.inputs()) > _BYTES:
+        raise Refused(f"it asks of more than {_BYTES >> 20} MiB")
+    layouts = [write.layout for node in graph.nodes for write in node.all_writes()]
+    if any(layout.dtype.is_floating_point or layout.dtype.is_complex for layout in layouts):
+        raise Refused("it asks of numbers that it computes in floating point")
+
+
+def contents(trace: Recording, buffer: int, nbytes: int) -> Tensor:
+    data: Any = trace.bytes(buffer)
+    if data is None:
+        raise Refused("it asks of an argument that holds nothing yet")
+    return data.cpu()[:nbytes]
+
+
+class _Now(threading.local):
+    questions: Questions | None = None
+
+
+_now = _Now()
+
+
+def answer(one: Tensor) -> bool | None:
+    """Asked by the core before it ends a recording for a boolean."""
+    return _now.questions.answer(one) if _now.questions is not None else None
+
+
+def install(native: ModuleType) -> None:
+    native.set_asker(answer)
+
+
+core.at_start(install)
