@@ -23,7 +23,6 @@ from lazy_backend.returned import Refused, home
 from lazy_backend.trace import Recording, to_graph
 
 _OPS = 32  # that a question takes at most: it is asked anew before each replay
-_RECORDED = 256  # ops before it at most: they are recorded with it, though they do not run
 _BYTES = 1 << 24  # that are looked at while a call is recorded
 
 
@@ -37,8 +36,8 @@ class OtherAnswer(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A boolean that a function asked of its arguments. ``trace``: what was recorded by then, ``at`` ops; ``given``: (argument,
-    buffer); the answer lies at byte ``offset`` of ``buffer``."""
+    """A boolean that a function asked of its arguments. ``trace``: what it comes from, of the ``at`` ops recorded by then;
+    ``given``: (argument, buffer); the answer lies at byte ``offset`` of ``buffer``."""
 
     trace: Recording
     index: int
@@ -100,10 +99,7 @@ class Questions:
     def question(self, one: Tensor) -> Question:
         trace = core.get().trace_for([one, *self.tensors], self.index)
         count, homes = len(trace.instrs()), [address for *_, address in trace.buffers()]
-        if count > _RECORDED:
-            raise Refused(f"it asks behind more than {_RECORDED} ops")
         graph = to_graph(trace, segments.calls)
-        check_before(graph)
         places = {home(tensor): place for place, tensor in reversed(list(enumerate(self.tensors)))}
         buffer = homes.index(home(one))
         needed_for(graph, buffer)
@@ -112,19 +108,12 @@ class Questions:
         data = {value.buffer.index: contents(trace, value.buffer.index, value.buffer.nbytes) for value in graph.inputs()}
         with torch.no_grad():
             made = reference.run(graph, data, trace.scalars())
+        trace.keep([node.instr for node in graph.nodes])
         for number in (buffer, *given):  # nothing of this call is held
             trace.forget(number)
         answer = bool(reference.window(made[buffer], Layout(torch.bool, (), (), one.storage_offset())))
         return Question(trace, self.index, count, tuple((place, number) for number, place in given.items()), buffer,
                         graph.buffers[buffer].nbytes, one.storage_offset(), answer)
-
-
-def check_before(graph: Graph) -> None:
-    """Raises Refused where recording again what came before a question would do more than answer it."""
-    for node in graph.nodes:
-        writes = any(write.value.buffer.kind is BufferKind.INPUT for write in node.writes)
-        if writes or node.effects or not node.target.startswith("aten::"):
-            raise Refused("it asks behind an op that draws, talks to other ranks or writes what was there before")
 
 
 def needed_for(graph: Graph, buffer: int) -> None:
@@ -137,6 +126,10 @@ def needed_for(graph: Graph, buffer: int) -> None:
 
 def check(graph: Graph, given: dict[int, int]) -> None:
     """Raises Refused where it is no small question, with an exact answer, to the arguments."""
+    for node in graph.nodes:
+        writes = any(write.value.buffer.kind is BufferKind.INPUT for write in node.writes)
+        if writes or node.effects or not node.target.startswith("aten::"):
+            raise Refused("it asks of what is drawn, comes from other ranks or was written by then")
     if len(graph.nodes) > _OPS:
         raise Refused(f"what it asks takes {len(graph.nodes)} ops, more than {_OPS}")
     if any(value.buffer.index not in given for value in graph.inputs()):

@@ -67,6 +67,31 @@ def two_questions(mask: Tensor, x: Tensor) -> Tensor:
     return y * 2 if (mask[0].sum() == 5) & (x == x).all() else y - 1
 
 
+def behind_a_draw(mask: Tensor, x: Tensor) -> Tensor:
+    """As where embeddings are dropped before the mask is looked at; nothing may be drawn or written twice."""
+    noise = torch.empty_like(x)
+    noise.uniform_(2, 3)
+    x.add_(1)
+    return (noise > 1) * x if mask.all() else (noise > 1) * x - 1
+
+
+def test_a_question_behind_draws_and_writes() -> None:
+    assert compare(behind_a_draw, masks(24, lambda number: number % 4 == 0)) == 6
+
+
+def test_a_question_draws_nothing() -> None:
+    def drawn(replays: bool) -> list[float]:
+        def noisy(mask: Tensor) -> Tensor:
+            noise = torch.rand(2, device=DEVICE)
+            return noise if mask.all() else -noise
+
+        torch.manual_seed(3)
+        run = lazy_backend.replayed(noisy) if replays else noisy
+        return [value for mask, _ in masks(12, lambda number: number % 4 == 0) for value in run(mask.to(DEVICE)).tolist()]
+
+    assert drawn(replays=True) == drawn(replays=False)
+
+
 def test_questions_that_follow_from_answers() -> None:
     assert compare(two_questions, masks(40, lambda number: number % 4 == 0)) == 9
 
@@ -110,8 +135,8 @@ KEPT = nn.Linear(5, 5)
 REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
     "computes": (lambda mask, x: x + 1 if x.mean() > 0 else x, "computes in floating point"),
     "of what it keeps": (lambda mask, x: x + 1 if (KEPT.weight == 3).any() else x, "no argument"),
-    "behind a write": (lambda mask, x: x + 1 if mask.mul_(1).all() else x, "writes what was there before"),
-    "behind a draw": (lambda mask, x: torch.rand_like(x) if (torch.rand_like(x) < mask + 1).all() else x, "draws"),
+    "behind a write": (lambda mask, x: x + 1 if mask.mul_(1).all() else x, "was written by then"),
+    "what is drawn": (lambda mask, x: torch.rand_like(x) if (torch.rand_like(x) < mask + 1).all() else x, "drawn"),
     "a number": (lambda mask, x: x * int(mask.sum()), "reads a value"),
     "much": (lambda mask, x: x + 1 if sum((mask + n for n in range(40)), start=mask).all() else x, "more than 32"),
 }

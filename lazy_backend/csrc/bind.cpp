@@ -158,7 +158,7 @@ void read_schema(OpInfo& op) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace lazysched;
   py::class_<Limits>(m, "Limits").def(py::init<int64_t, int64_t, bool, size_t, bool, int, bool>());
-  m.def("configure", [](const Limits& now) { limits = now; });
+  m.def("configure", [](const Limits& now) { limits = now; }).def("set_schedule_key", [](uint64_t key) { schedule_key = key; });
   m.def("init", &start).def("keep_whole", &keep_whole);
   m.def("set_compiler", keeper(compiler_)).def("set_schema_reader", keeper(schema_reader_)).def("set_inferrer", keeper(inferrer_));
   m.def("set_logger", keeper(logger)).def("set_holder", keeper(holder)).def("set_asker", keeper(asker)).def("set_capturer", keeper(capturer));
@@ -177,9 +177,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("backward_segment", [] {  // of the node that autograd runs in this thread; -1: it runs none
     const auto node = torch::autograd::get_current_node(); return node ? current_segment(node.get()) : -1;
   });
-  m.def("set_schedule_key", [](uint64_t key) { schedule_key = key; });
   m.def("again", [](Trace& t, DeviceIndex i, const Recorder::Given& given) { return recorder(i).again(t, given); });
   py::class_<Trace>(m, "Trace").def("forget", &Trace::forget).def("set_scalar", [](Trace& t, size_t i, double v) { t.scalars[i] = v; })
+      .def("keep", [](Trace& t, const std::vector<size_t>& of) { std::vector<Instr> kept; for (auto i : of) kept.push_back(t.instrs[i]); t.instrs = kept; })
       .def("bytes", [](const Trace& t, size_t i) { auto& s = t.buffers[i]->physical; return s ? bytes_of(s) : at::Tensor(); })
       .def_readonly("held", &Trace::held).def_readonly("needed", &Trace::needed).def_readonly("refused", &Trace::refused)
       .def("instrs", &instrs).def("args", &args).def("operands", &operands).def("scalars", &scalars).def("buffers", &buffers);
