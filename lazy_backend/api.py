@@ -17,7 +17,7 @@ from lazy_backend.trace import parse_frame
 # `Stat` in csrc/core.h.
 STATS = ("recorded", "compiles", "cache_hits", "nodes_run", "nodes_dead", "kernels_run", "fallbacks", "shape_inferences",
          "evicted", "flushes", "held_bytes", "peak_bytes", "graphs_replayed", "early_starts", "early_in_vain",
-         "generators_settled", "values_known")
+         "generators_settled", "values_known", "values_looked_at")
 _UNRAISABLE = ("exc_type", "exc_value", "exc_traceback", "err_msg", "object")
 _KINDS = {kind.label: kind for kind in BarrierKind}
 barrier_log = BarrierLog()

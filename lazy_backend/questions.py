@@ -1,8 +1,9 @@
-"""What a function asks of its arguments while `replayed` looks at it. Imports torch, `ir_nodes` and parts below it.
+"""What a function asks of its arguments, and of what it keeps, while `replayed` looks at it. Imports torch, `ir_nodes`,
+`barriers.passes.dead` and parts below it.
 
-Models ask booleans of what they are given: is nothing masked, does a row begin with padding? Read as always, the answer would end
-Models ask booleans of what they are given: is nothing masked, does a row begin with padding? Read as always, the answer would end
-copy of what the question needs, while the recording goes on; and each replay asks the same question of its own arguments first.
+Models ask booleans of what they are given: is nothing masked, does a row begin with padding? Read as always, the answer would
+end the recording, and no replay could know whether it holds the next time. So the answer is computed aside on the CPU, exactly,
+from a copy of what the question needs, while the recording goes on; and each replay asks the same question first.
 """
 
 from __future__ import annotations
@@ -29,38 +30,36 @@ _BYTES = 1 << 24  # that are looked at while a call is recorded
 class OtherAnswer(Exception):
     """A replay's arguments answer otherwise than those of the recorded calls, which makes it a call of another kind."""
 
-    def __init__(self, question: tuple[int, int, int, bool]) -> None:
+    def __init__(self, question: tuple[int, int, bool]) -> None:
         super().__init__(f"another answer than {question[-1]}")
         self.question = question
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A boolean that a function asked of its arguments. ``trace``: what it comes from, of the ``at`` ops recorded by then;
-    ``given``: (argument, buffer); the answer lies at byte ``offset`` of ``buffer``."""
+    """A boolean that a function asked of its arguments, or of what it keeps. ``trace``: what it comes from, of the ``at`` ops
+    recorded by then; ``given``: (argument, buffer); the answer is made in ``buffer``."""
 
     trace: Recording
     index: int
     at: int
     given: tuple[tuple[int, int], ...]
     buffer: int
-    nbytes: int
-    offset: int
     answer: bool
 
-    def same(self) -> tuple[int, int, int, bool]:
+    def same(self) -> tuple[int, int, bool]:
         """What is equal of the same question with the same answer in two recordings that are alike."""
-        return self.at, self.buffer, self.offset, self.answer
+        return self.at, self.buffer, self.answer
 
     def record(self, tensors: Sequence[Tensor]) -> Tensor:
         """Ask it of other arguments: a boolean whose value nobody has read."""
-        memory = torch.empty(self.nbytes, dtype=torch.bool, device=torch.device("lazysched", self.index))
+        memory = torch.empty((), dtype=torch.bool, device=torch.device("lazysched", self.index))
         given = [(number, tensors[place]) for place, number in self.given]
         try:
             core.get().again(self.trace, self.index, [*given, (self.buffer, memory)])
         except RuntimeError as error:
             raise Refused(str(error)) from None
-        return memory[self.offset]
+        return memory
 
 
 def ask(questions: Sequence[Question], tensors: Sequence[Tensor]) -> None:
@@ -92,28 +91,34 @@ class Questions:
         except Refused as why:
             self.why = self.why or str(why)
             return None
-        if question.given:  # else numbers alone decide
+        if any(question.trace.live):  # else numbers alone decide
             self.asked.append(question)
         return question.answer
 
+    @torch.no_grad()
     def question(self, one: Tensor) -> Question:
-        trace = core.get().trace_for([one, *self.tensors], self.index)
+        one = one.detach().clone().view(())  # something is recorded, even where it only looks at what was there before
+        trace = core.get().trace_for([], self.index)
         count, homes = len(trace.instrs()), [address for *_, address in trace.buffers()]
         graph = to_graph(trace, segments.calls)
         places = {home(tensor): place for place, tensor in reversed(list(enumerate(self.tensors)))}
         buffer = homes.index(home(one))
         needed_for(graph, buffer)
-        given = {homes.index(address): place for address, place in places.items() if address in homes}
-        check(graph, given)
-        data = {value.buffer.index: contents(trace, value.buffer.index, value.buffer.nbytes) for value in graph.inputs()}
-        with torch.no_grad():
-            made = reference.run(graph, data, trace.scalars())
+        check(graph)
+        read = {value.buffer.index: value.buffer.nbytes for value in graph.inputs()}
+        if not all(trace.live[number] for number in read):
+            raise Refused("it asks of what is gone when it ends")
+        data = {number: contents(trace, number, nbytes) for number, nbytes in read.items()}
+        made = reference.run(graph, data, trace.scalars())
+        answer = bool(reference.window(made[buffer], Layout(torch.bool, (), ())))
+        given = tuple((places[homes[number]], number) for number in read if homes[number] in places)
         trace.keep([node.instr for node in graph.nodes])
-        for number in (buffer, *given):  # nothing of this call is held
-            trace.forget(number)
-        answer = bool(reference.window(made[buffer], Layout(torch.bool, (), (), one.storage_offset())))
-        return Question(trace, self.index, count, tuple((place, number) for number, place in given.items()), buffer,
-                        graph.buffers[buffer].nbytes, one.storage_offset(), answer)
+        trace.live = [number in read for number in range(len(homes))]
+        arguments = {number for _, number in given}
+        for number in range(len(homes)):  # nothing of this call is held
+            if number not in read or number in arguments:
+                trace.forget(number)
+        return Question(trace, self.index, count, given, buffer, answer)
 
 
 def needed_for(graph: Graph, buffer: int) -> None:
@@ -124,16 +129,14 @@ def needed_for(graph: Graph, buffer: int) -> None:
     eliminate_dead(graph)
 
 
-def check(graph: Graph, given: dict[int, int]) -> None:
-    """Raises Refused where it is no small question, with an exact answer, to the arguments."""
+def check(graph: Graph) -> None:
+    """Raises Refused where it is no small question with an exact answer."""
     for node in graph.nodes:
         writes = any(write.value.buffer.kind is BufferKind.INPUT for write in node.writes)
         if writes or node.effects or not node.target.startswith("aten::"):
             raise Refused("it asks of what is drawn, comes from other ranks or was written by then")
     if len(graph.nodes) > _OPS:
         raise Refused(f"what it asks takes {len(graph.nodes)} ops, more than {_OPS}")
-    if any(value.buffer.index not in given for value in graph.inputs()):
-        raise Refused("it asks something of what is no argument")
     if sum(value.buffer.nbytes for value in graph.inputs()) > _BYTES:
         raise Refused(f"it asks of more than {_BYTES >> 20} MiB")
     layouts = [write.layout for node in graph.nodes for write in node.all_writes()]
@@ -144,7 +147,7 @@ def check(graph: Graph, given: dict[int, int]) -> None:
 def contents(trace: Recording, buffer: int, nbytes: int) -> Tensor:
     data: Any = trace.bytes(buffer)
     if data is None:
-        raise Refused("it asks of an argument that holds nothing yet")
+        raise Refused("it asks of memory that holds nothing yet")
     return data.cpu()[:nbytes]
 
 

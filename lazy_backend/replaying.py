@@ -231,7 +231,7 @@ class Before:
     def recorded(self, why: str) -> int:
         """Ops recorded since; ``why``: what it asked was looked at. Raises Refused where they may not be all that it did."""
         after = api.stats()
-        if after["fallbacks"] != self.stats["fallbacks"] or after["flushes"] != self.stats["flushes"]:
+        if any(after[name] != self.stats[name] for name in ("fallbacks", "flushes", "values_looked_at")):
             more = f": {why}" if why else ""
             raise Refused(f"it reads a value, marks a step, or an op of it runs at once{more}{self.first_end()}")
         if after["generators_settled"] != self.stats["generators_settled"]:

@@ -17,6 +17,7 @@ from lazy_backend.schema import ArgKind
 class Recording(Protocol):
     """What the native core shows of a recording: plain tuples, see csrc/bind.cpp."""
 
+    live: list[int]  # of each buffer: is it held, or asked for?
     held: list[int]  # segments that wait for the schedule, while only these buffers are needed
     needed: list[int]
     refused: set[int]  # instructions that no CUDA graph could hold when this ran before

@@ -134,7 +134,8 @@ def test_nothing_of_a_call_stays_alive() -> None:
 KEPT = nn.Linear(5, 5)
 REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
     "computes": (lambda mask, x: x + 1 if x.mean() > 0 else x, "computes in floating point"),
-    "of what it keeps": (lambda mask, x: x + 1 if (KEPT.weight == 3).any() else x, "no argument"),
+    "of what it computes of what it keeps": (lambda mask, x: x + 1 if KEPT.weight.sum() > 9 else x, "in floating point"),
+    "of what it copies": (lambda mask, x: x + 1 if (mask == torch.tensor([0, 1, 1, 1, 1]).to(DEVICE)).any() else x, "is gone"),
     "behind a write": (lambda mask, x: x + 1 if mask.mul_(1).all() else x, "was written by then"),
     "what is drawn": (lambda mask, x: torch.rand_like(x) if (torch.rand_like(x) < mask + 1).all() else x, "drawn"),
     "a number": (lambda mask, x: x * int(mask.sum()), "reads a value"),
@@ -152,6 +153,33 @@ def test_other_questions_are_refused_with_a_reason(kind: str) -> None:
     replay = lazy_backend.replayed(asks)
     assert reason in new_refusals(lambda: [replay(*one) for one in inputs])
     assert asks.runs == len(inputs)
+
+
+class Begins(nn.Module):
+    """Scales by what the first call saw, as activation norms of flows do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("begun", torch.tensor(False))
+        self.register_buffer("scale", torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.begun:
+            self.scale.copy_(1 / x.abs().amax(0))
+            self.begun.fill_(True)
+        return x * self.scale
+
+
+@torch.no_grad()
+def test_what_a_module_keeps_may_be_asked() -> None:
+    lazy, eager = Begins().to(DEVICE), Begins()
+    asks = Asks(lambda mask, x: lazy(x))
+    replay = lazy_backend.replayed(asks)
+    for number, (mask, x) in enumerate(masks(12, lambda number: False)):
+        if number == 8:
+            lazy.begun.fill_(False), eager.begun.fill_(False)
+        torch.testing.assert_close(replay(mask.to(DEVICE), x.to(DEVICE)).cpu(), eager(x), rtol=CLOSE, atol=CLOSE)
+    assert asks.runs == 4  # the first, two that are compared, and the ninth, which begins anew
 
 
 class Padded(nn.Module):
@@ -197,3 +225,22 @@ def test_steps_on_padded_rows() -> None:
     wanted, always = train("cpu", replays=False)
     assert losses == pytest.approx(wanted, rel=1e-5)
     assert (runs, always) == (6, 12)
+
+
+LOOKS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "item": lambda flag, x: x * flag.item(),
+    "tolist": lambda flag, x: x * flag.tolist(),
+    "cpu": lambda flag, x: x * float(flag.cpu()),
+    "numpy": lambda flag, x: x * float(flag.numpy(force=True)),
+    "int": lambda flag, x: x * int(flag),
+    "bool": lambda flag, x: x * bool(flag),
+}
+
+
+@pytest.mark.parametrize("kind", LOOKS)
+def test_a_look_at_what_is_there_is_seen(kind: str) -> None:
+    """Nothing has to run for it, so no recording ends."""
+    replay = lazy_backend.replayed(LOOKS[kind])
+    for number in range(8):
+        flag, x = torch.tensor(number % 3, dtype=torch.bool if kind == "bool" else torch.float32), torch.arange(1.0, 4)
+        assert replay(flag.to(DEVICE), x.to(DEVICE)).tolist() == LOOKS[kind](flag, x).tolist()

@@ -66,6 +66,10 @@ py::list buffers(const Trace& t) {
   });
 }
 
+void keep(Trace& t, const std::vector<size_t>& only) {
+  for (const auto all = std::exchange(t.instrs, {}); auto i : only) t.instrs.push_back(all[i]);
+}
+
 // The recording so far, with only `tensors` counted as results, or without any all that is held: what a barrier would run for them.
 Trace trace_for(const std::vector<at::Tensor>& tensors, DeviceIndex device) {
   auto copy = recorder(device).copy();
@@ -159,7 +163,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace lazysched;
   py::class_<Limits>(m, "Limits").def(py::init<int64_t, int64_t, bool, size_t, bool, int, bool>());
   m.def("configure", [](const Limits& now) { limits = now; }).def("set_schedule_key", [](uint64_t key) { schedule_key = key; });
-  m.def("init", &start).def("keep_whole", &keep_whole);
+  m.def("init", &start).def("keep_whole", &keep_whole).def("enter_segment", &enter_segment).def("note_backward", &note_backward);
   m.def("set_compiler", keeper(compiler_)).def("set_schema_reader", keeper(schema_reader_)).def("set_inferrer", keeper(inferrer_));
   m.def("set_logger", keeper(logger)).def("set_holder", keeper(holder)).def("set_asker", keeper(asker)).def("set_capturer", keeper(capturer));
   m.def("barrier", [](DeviceIndex i, const char* kind, const std::string& reason) { recorder(i).barrier(kind, reason); });
@@ -170,16 +174,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("set_data", &set_data).def("trace_for", &trace_for).def("count", &count, py::call_guard<py::gil_scoped_release>());
   m.def("stats", [] { return std::vector<int64_t>(stats.begin(), stats.end()); });
-  m.def("reset_peak", [] { stats[kPeak] = stats[kHeld].load(); }).def("pin", [](const at::Tensor& t, int by) { pin(t.storage(), by); });
-  m.def("lend", [](const at::Tensor& t, int how) { return recorder(t).lend(t, how); });
+  m.def("reset_peak", [] { stats[kPeak] = stats[kHeld].load(); }).def("pin", [](const at::Tensor& t, int by) { pin(t.storage(), by); })
+      .def("lend", [](const at::Tensor& t, int how) { return recorder(t).lend(t, how); });
   m.def("default_generator", [](DeviceIndex i) { return at::globalContext().defaultGenerator(c10::Device(kLazy, i)); });
-  m.def("enter_segment", &enter_segment).def("note_backward", &note_backward);
   m.def("backward_segment", [] {  // of the node that autograd runs in this thread; -1: it runs none
     const auto node = torch::autograd::get_current_node(); return node ? current_segment(node.get()) : -1;
   });
   m.def("again", [](Trace& t, DeviceIndex i, const Recorder::Given& given) { return recorder(i).again(t, given); });
   py::class_<Trace>(m, "Trace").def("forget", &Trace::forget).def("set_scalar", [](Trace& t, size_t i, double v) { t.scalars[i] = v; })
-      .def("keep", [](Trace& t, const std::vector<size_t>& of) { std::vector<Instr> kept; for (auto i : of) kept.push_back(t.instrs[i]); t.instrs = kept; })
+      .def_readwrite("live", &Trace::live).def("keep", &keep)
       .def("bytes", [](const Trace& t, size_t i) { auto& s = t.buffers[i]->physical; return s ? bytes_of(s) : at::Tensor(); })
       .def_readonly("held", &Trace::held).def_readonly("needed", &Trace::needed).def_readonly("refused", &Trace::refused)
       .def("instrs", &instrs).def("args", &args).def("operands", &operands).def("scalars", &scalars).def("buffers", &buffers);

@@ -244,7 +244,7 @@ inline std::atomic<uint64_t> schedule_key{0};  // part of every key; changes wit
 
 // STATS in api.py names them.
 enum Stat {
-  kRecorded, kCompiles, kHits, kNodesRun, kNodesDead, kKernelsRun, kFallbacks, kInfers, kEvicted, kFlushes, kHeld, kPeak, kReplays, kEarly, kInVain, kSettled, kTold, kStats
+  kRecorded, kCompiles, kHits, kNodesRun, kNodesDead, kKernelsRun, kFallbacks, kInfers, kEvicted, kFlushes, kHeld, kPeak, kReplays, kEarly, kInVain, kSettled, kTold, kLooked, kStats
 };
 inline std::array<std::atomic<int64_t>, kStats> stats;
 void count(const std::string& counter);  // in torch._lazy.metrics

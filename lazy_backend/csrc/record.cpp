@@ -457,10 +457,9 @@ at::Tensor Recorder::lend(const at::Tensor& t, int how) {
 // and positions that they have just made. In training, whose steps are alike: the first answer is waited for, so the recording of
 // the second time is another one, and decoding would compile every position twice.
 at::Scalar Recorder::read(const at::Tensor& t) {
-  constexpr size_t kRemembered = 10000;
-  hash_t from;
-  const bool asks = t.scalar_type() == at::kBool && is_pending(buffer_of(t));
-  if (std::lock_guard lock(mutex); asks && limits.told && at::GradMode::is_enabled()) {
+  constexpr size_t kAnswers = 10000;
+  hash_t from; const bool asks = t.scalar_type() == at::kBool;
+  if (std::lock_guard lock(mutex); asks && limits.told && at::GradMode::is_enabled() && buffer_of(t)->pending_in) {
     from = both(buffer_of(t)->origin, torch::lazy::MHash(t.storage_offset(), t.is_neg()));
     if (const auto it = told_.find(from); it != told_.end()) return stats[kTold]++, it->second;
   }
@@ -468,19 +467,18 @@ at::Scalar Recorder::read(const at::Tensor& t) {
   const auto bytes = materialise(t, "value_access", "item() or a conversion to a Python number");
   PlainDispatch plain;
   const auto value = bytes.item();
-  if (std::lock_guard lock(mutex); from != 0 && told_.size() < kRemembered) told_.emplace(from, value.toBool());
+  if (std::lock_guard lock(mutex); from != 0 && told_.size() < kAnswers) told_.emplace(from, value.toBool());
   return value;
 }
 
 at::Tensor Recorder::materialise(const at::Tensor& t, const char* kind, const std::string& reason) {
-  auto* b = buffer_of(t);
+  auto* b = buffer_of(t); stats[kLooked]++;
   if (is_pending(b)) barrier(kind, reason, {b});
   waited = waited || std::string_view(kind) == "value_access";
   std::unique_lock<std::mutex> lock(mutex);
   b->check();
   if (b->physical) return alias_storage(b->physical, t);
-  const auto n = b->nbytes;
-  lock.unlock();
+  const auto n = b->nbytes; lock.unlock();
   auto physical = physical_bytes(n, index);  // nothing wrote it yet: torch.empty
   lock.lock();
   b->touched = true, b->physical = physical;
