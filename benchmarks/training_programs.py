@@ -228,6 +228,34 @@ def layers_run_twice(device: str, large: bool) -> Step:
 
 
 @program
+def padded_rows(device: str, large: bool) -> Step:
+    """An encoder on rows that may be padded, which asks whether they are, as transformers' models do (Devlin et al. 2018)."""
+    width, heads, length, batch, words = (512, 8, 512, 8, 8192) if large else (16, 4, 8, 2, 50)
+    tokens, places = nn.Embedding(words, width).to(device), nn.Embedding(length, width).to(device)
+    parts = [nn.ModuleDict({"n": nn.LayerNorm(width), "in": nn.Linear(width, 3 * width), "out": nn.Linear(width, width),
+                            "m": nn.LayerNorm(width), "up": nn.Linear(width, 4 * width), "down": nn.Linear(4 * width, width)})
+             for _ in range(4)]  # fmt: skip
+    model, out = nn.ModuleList(parts).to(device), nn.Linear(width, words).to(device)
+    optimizer = adam([*tokens.parameters(), *places.parameters(), *model.parameters(), *out.parameters()])
+    ids, mask = numbers(device, words, batch, length), torch.ones(batch, length, dtype=torch.long)
+    mask[0, length // 2 :] = 0
+    mask = mask.to(device)
+
+    def step() -> Tensor:
+        h = tokens(ids) + places(torch.arange(length, device=ids.device))
+        bias = None if mask.all() else mask[:, None, None].bool()
+        for part in model:
+            q, k, v = part["in"](part["n"](h)).view(batch, length, 3, heads, -1).permute(2, 0, 3, 1, 4)
+            h = h + part["out"](F.scaled_dot_product_attention(q, k, v, bias).transpose(1, 2).reshape(batch, length, width))
+            h = h + part["down"](F.gelu(part["up"](part["m"](h))))
+        with torch.no_grad():
+            labels = ids.masked_fill(mask == 0, -100)
+        return learn(optimizer, F.cross_entropy(out(h).flatten(0, 1), labels.flatten()))
+
+    return step
+
+
+@program
 def orthogonal_updates(device: str, large: bool) -> Step:
     """Muon, written out: momentum made nearly orthogonal by five products (Jordan et al. 2024)."""
     width, batch = (1024, 4096) if large else (16, 8)
