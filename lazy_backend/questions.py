@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from barriers.passes.dead import drop, eliminate_dead
-from ir_nodes import BufferKind, Graph, Layout, reference
+from ir_nodes import Graph, Layout, reference
 from lazy_backend import core
 from lazy_backend.entered import segments
 from lazy_backend.returned import Refused, home
@@ -88,8 +88,8 @@ class Questions:
         """The answer, computed aside; None where that cannot be."""
         try:
             question = self.question(one)
-        except Refused as why:
-            self.why = self.why or str(why)
+        except (Refused, RuntimeError, ValueError, TypeError) as why:  # read as always, it will raise what is wrong with it
+            self.why = self.why or str(why).partition("\n")[0]
             return None
         if any(question.trace.live):  # else numbers alone decide
             self.asked.append(question)
@@ -103,9 +103,12 @@ class Questions:
         graph = to_graph(trace, segments.calls)
         places = {home(tensor): place for place, tensor in reversed(list(enumerate(self.tensors)))}
         buffer = homes.index(home(one))
+        written = {write.value.buffer.index for node in graph.nodes for write in node.writes}
         needed_for(graph, buffer)
         check(graph)
         read = {value.buffer.index: value.buffer.nbytes for value in graph.inputs()}
+        if written & read.keys():  # what has begun early may have written it
+            raise Refused("it asks of what it has written by then")
         if not all(trace.live[number] for number in read):
             raise Refused("it asks of what is gone when it ends")
         data = {number: contents(trace, number, nbytes) for number, nbytes in read.items()}
@@ -132,9 +135,8 @@ def needed_for(graph: Graph, buffer: int) -> None:
 def check(graph: Graph) -> None:
     """Raises Refused where it is no small question with an exact answer."""
     for node in graph.nodes:
-        writes = any(write.value.buffer.kind is BufferKind.INPUT for write in node.writes)
-        if writes or node.effects or not node.target.startswith("aten::"):
-            raise Refused("it asks of what is drawn, comes from other ranks or was written by then")
+        if node.effects or not node.target.startswith("aten::"):
+            raise Refused("it asks of what is drawn or comes from other ranks")
     if len(graph.nodes) > _OPS:
         raise Refused(f"what it asks takes {len(graph.nodes)} ops, more than {_OPS}")
     if sum(value.buffer.nbytes for value in graph.inputs()) > _BYTES:
