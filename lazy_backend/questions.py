@@ -97,6 +97,8 @@ class Questions:
 
     @torch.no_grad()
     def question(self, one: Tensor) -> Question:
+        if one.device.index != self.index:
+            raise Refused("it asks of another device")
         one = one.detach().clone().view(())  # something is recorded, even where it only looks at what was there before
         trace = core.get().trace_for([], self.index)
         count, homes = len(trace.instrs()), [address for *_, address in trace.buffers()]

@@ -34,7 +34,7 @@ class Recorded:
     """
 
     def __init__(self, index: int, tensors: Sequence[Tensor], out: Any, kept: set[int], ops: int, ends: bool,
-                 asked: Sequence[Question] = ()) -> None:
+                 asked: Sequence[Question]) -> None:
         leaves, self.spec = pytree.tree_flatten(out)
         self.index, self.ends, self.asked = index, ends, tuple(asked)
         self.trace: Recording = core.get().trace_for([], index)
