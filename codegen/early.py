@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import Iterable, Mapping, Protocol, Sequence
 
 from codegen import cuda_graph
-from codegen.cuda_graph import scalars
+from codegen.cuda_graph import blocked_call, scalars
 from codegen.memory_plan import MemoryPlan
 from ir_nodes import BufferKind, Graph
 from ir_nodes.estimate import CUDA, cost
+from ir_nodes.node import Buffer, Value
 
 CUTS = 8
 """Places at which a recording is looked at. At each it is copied, which takes some tens of microseconds."""
@@ -44,11 +45,13 @@ class Step(cuda_graph.Step, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """How many ops are recorded when each buffer, and each number, has been seen. ``always``: cuts are made even where starting
-    early can't pay, for tests."""
+    """How many ops are recorded when each buffer, and each number, has been seen. ``late``: so many when updates of large inputs
+    begin, behind the first op of backward; else when it is too late to begin anything. ``always``: cuts are made even where
+    starting early can't pay, for tests."""
 
     buffers: Mapping[int, int]
     numbers: Mapping[int, int]
+    late: float
     always: bool = False
 
 
@@ -63,16 +66,43 @@ class Cut:
     guessed: tuple[int, ...] = ()
 
 
-def known(graph: Graph, always: bool) -> Known:
-    """``graph``: as recorded, before any pass."""
+def known(graph: Graph, always: bool, backward: int = NEVER) -> Known:
+    """``graph``: as recorded, before any pass; ``backward``: the first op that autograd recorded."""
     buffers: dict[int, int] = {}
     numbers: dict[int, int] = {}
+    late = max((node.instr + 1 for node in graph.nodes), default=0) * LATE
     for node in graph.nodes:
+        if node.instr > backward and any(is_outside(write.value) and write.value.buffer.nbytes > LITTLE for write in node.writes):
+            late = min(late, node.instr)
         for value in (*(operand.value for operand in node.reads), *(write.value for write in node.all_writes())):
             buffers.setdefault(value.buffer.index, node.instr + 1)
         for number in scalars([node]):
             numbers.setdefault(number, node.instr + 1)
-    return Known(buffers, numbers, always)
+    return Known(buffers, numbers, late, always)
+
+
+def is_outside(value: Value) -> bool:
+    """Is its memory there before the recording?"""
+    return value.buffer.kind is not BufferKind.FRESH
+
+
+def part(graph: Graph, seen: Known) -> None:
+    """A later stage for what can't begin while the recording is made, so that nothing which can shares a kernel with it and waits:
+    backward of a bias, for the update of its moments, of which the host says last where they are."""
+    late: set[Buffer] = set()  # what such nodes read or write
+    written: set[Buffer] = set()  # what they write
+    for node in graph.nodes:
+        reads, writes = {value.buffer for value in node.inputs()}, {write.value.buffer for write in node.all_writes()}
+        changes = any(is_outside(write.value) for write in node.writes)
+        outside = [buffer.index for buffer in reads | writes if buffer.kind is not BufferKind.FRESH]
+        ready = max([node.instr + 1 if changes else 0, *(seen.buffers.get(buffer, NEVER) for buffer in outside)])
+        if ready > seen.late or blocked_call(node) or reads & written or writes & late:
+            node.stage = 1
+            late |= reads | writes
+            written |= writes
+    for node in reversed(graph.nodes):
+        if node.again:  # it shares a kernel with those that follow it
+            node.stage = min((user.stage for write in node.writes for user in write.value.users), default=node.stage)
 
 
 NOTHING = "all it runs waits for what is recorded last, or can't be taken back"

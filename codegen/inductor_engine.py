@@ -87,7 +87,7 @@ def estimate(plan: Sequence[tuple[Run, CompiledRun | None]], rates: Rates) -> fl
 def together(first: Node, second: Node, context: Context) -> str:
     """Why the two are never in one run."""
     if first.stage != second.stage:
-        return "the schedule keeps their segments apart"
+        return "the schedule keeps their segments apart, or one may begin before the other is recorded"
     return refusal(first, context.cuda) or refusal(second, context.cuda)
 
 

@@ -64,7 +64,7 @@ def can_fuse(left: Group, right: Group) -> Joint | str:
     if not left.fusible or not right.fusible:
         return "one of them is run by ATen"
     if left.stage != right.stage:
-        return "the schedule keeps their segments apart"
+        return "the schedule keeps their segments apart, or one may begin before the other is recorded"
     if (left.wants or right.wants) and left.wants != right.wants and _belongs_elsewhere(left, right):
         return "it is made again for another kernel"
     if len(left.units) + len(right.units) > MAX_NODES:

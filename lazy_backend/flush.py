@@ -15,7 +15,7 @@ from barriers.passes.bridges import back_to_rows
 from barriers.pipeline import PassFailed, ordered_passes, run_passes
 from codegen import engines
 from codegen.cuda_graph import keep_out
-from codegen.early import Known, known
+from codegen.early import NEVER, Known, known, part
 from codegen.engine import Context, EngineError, Unmade
 from codegen.executable import Emit, Program, assemble
 from codegen.last_bits import may_reorder
@@ -61,7 +61,7 @@ def compiled(native: ModuleType, recording: Recording, device: int, optional: bo
     varying.note(recording)
     graph = to_graph(recording, segments.calls)
     recorded = len(graph.nodes)
-    seen = seen_when(graph)
+    seen = seen_when(graph, recording)
     held = holding.split(graph, recording)
     graph, _ = run_passes(graph, check=now.verify)
     talks = release_waits(graph)
@@ -84,6 +84,9 @@ def compiled(native: ModuleType, recording: Recording, device: int, optional: bo
     program: Program = native.Program()
     program.order = ordered
     program.rest, program.kept = held.rest, held.kept
+    keeps_no_order = not (held.rest or talks or ordered >= 0)
+    if seen is not None and keeps_no_order and (seen.always or waits(native, recording, device)):
+        part(graph, seen)
     if orders.measuring():
         part_segments(graph)
     steps, temporaries = plan_steps(graph, engine_name(), device, recording.scalars(), lowered)
@@ -97,7 +100,6 @@ def compiled(native: ModuleType, recording: Recording, device: int, optional: bo
         steps = [check, *steps] if check else steps
     dead = recorded - len({node.instr for node in graph.nodes if not node.again}) - len(held.rest)
     refused = partial(told_why, native)
-    keeps_no_order = not (held.rest or talks or ordered >= 0)
     if seen is not None and not keeps_no_order:
         refused("segments, schedules and collectives keep their order")
     # What a collective sends may be in use until a later recording waits for it, though nobody holds it any more.
@@ -111,12 +113,18 @@ def told_why(native: ModuleType, why: str) -> None:
     native.count(f"StartEarlyRefused: {why}")
 
 
-def seen_when(graph: Graph) -> Known | None:
+def waits(native: ModuleType, recording: Recording, device: int) -> bool:
+    """Does the loop read something at every step, as far as one can tell when it is compiled?"""
+    return settings.enabled("early_kernels") and (bool(recording.needed) or native.waited(device))
+
+
+def seen_when(graph: Graph, recording: Recording) -> Known | None:
     """What is known of the recording at which place; None where no program starts early."""
     chosen = settings.current().start_early
     if chosen == "never" or (chosen == "auto" and not core.physical_is_cuda()):
         return None
-    return known(graph, chosen == "always")
+    differentiated = (index for index, (*_, backward, _) in enumerate(recording.instrs()) if backward >= 0)
+    return known(graph, chosen == "always", next(differentiated, NEVER))
 
 
 def replays() -> bool:

@@ -172,8 +172,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_stream", [](DeviceIndex i, int64_t id) {
     c10::impl::getDeviceGuardImpl(kLazy)->exchangeStream(c10::Stream(c10::Stream::UNSAFE, {kLazy, i}, id));
   });
-  m.def("set_data", &set_data).def("trace_for", &trace_for).def("count", &count, py::call_guard<py::gil_scoped_release>());
-  m.def("stats", [] { return std::vector<int64_t>(stats.begin(), stats.end()); });
+  m.def("waited", [](DeviceIndex i) { return recorder(i).waited.load(); }).def("set_data", &set_data).def("trace_for", &trace_for);
+  m.def("count", &count, py::call_guard<py::gil_scoped_release>()).def("stats", [] { return std::vector<int64_t>(stats.begin(), stats.end()); });
   m.def("reset_peak", [] { stats[kPeak] = stats[kHeld].load(); }).def("pin", [](const at::Tensor& t, int by) { pin(t.storage(), by); })
       .def("lend", [](const at::Tensor& t, int how) { return recorder(t).lend(t, how); });
   m.def("default_generator", [](DeviceIndex i) { return at::globalContext().defaultGenerator(c10::Device(kLazy, i)); });
