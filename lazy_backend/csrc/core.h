@@ -6,6 +6,7 @@
 #include <ATen/core/stack.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Storage.h>
+#include <c10/core/thread_pool.h>
 #include <torch/csrc/lazy/core/hash.h>
 
 #include <array>
@@ -251,6 +252,7 @@ void count(const std::string& counter);  // in torch._lazy.metrics
 
 // These call Python; they take the GIL.
 using Logger = std::function<void(const char*, const std::string&, const std::string&, size_t, double, bool, int64_t)>;
+inline c10::ThreadPool* launcher = nullptr;  // launches what begins early, in order; kept for ever
 inline Logger* logger = nullptr;  // kind, reason, the user's line, ops, milliseconds, cached, order; Python's, kept for ever
 ProgramPtr compile_trace(Trace& trace, DeviceIndex device);
 void infer_in_python(const OpInfo& op, const IValue* args, DeviceIndex device, Inference& known);

@@ -208,8 +208,7 @@ void beside(DeviceIndex i, bool apart, const std::function<c10::Storage()>& fill
   c10::Storage filled;
   { c10::StreamGuard on(other->second); filled = fill(); }
   c10::Event done(c10::kCUDA);
-  done.record(other->second);
-  done.block(mine);
+  done.record(other->second), done.block(mine);
   cuda().recordDataPtrOnStream(filled.data_ptr(), mine);
 }
 
@@ -241,8 +240,7 @@ at::Tensor alias_storage(const c10::Storage& s, at::ScalarType dtype, c10::IntAr
                          int64_t offset, bool conj, bool neg) {
   auto t = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(s), keys_of(s.device_type()), c10::scalarTypeToTypeMeta(dtype));
   t.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride, offset);
-  if (conj) t._set_conj(true);
-  if (neg) t._set_neg(true);
+  if (conj) t._set_conj(true); if (neg) t._set_neg(true);
   return t;
 }
 at::Tensor alias_storage(const c10::Storage& s, const at::Tensor& like) {

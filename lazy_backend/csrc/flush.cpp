@@ -1,5 +1,6 @@
 // Ends a recording: finds the program for its key or has Python compile one, runs it, hands out the results.
 #include "runner.h"
+#include <c10/core/StreamGuard.h>
 #include <torch/csrc/lazy/core/metrics.h>
 
 #include <algorithm>
@@ -74,7 +75,8 @@ void Recorder::hold_back(Trace& trace) {
 }
 
 // Begins what the recording is likely to become while the host goes on recording, where the device would wait for it. That writes
-// no memory that was there before: it is dropped if the recording becomes another one.
+// no memory that was there before: it is dropped if the recording becomes another one. A thread of its own launches it, as that
+// takes about as long as recording does.
 void Recorder::start_early() {
   GilRelease nogil; std::lock_guard<std::mutex> flushing(flush_mutex);
   auto& [program, before, runner, number] = head_;
@@ -92,8 +94,13 @@ void Recorder::start_early() {
   }
   if (!runner) for (auto& g : program->graphs) g.exec = nullptr, g.launch = nullptr, g.made = nullptr, g.home = nullptr;  // for their memory
   if (!runner) runner = std::make_shared<Runner>(*program, index);
-  try { runner->run_early(std::move(recorded), cut), stats[kEarly]++; }
-  catch (const std::exception&) { begun(nullptr, *trace_); }  // the whole run will say what is wrong
+  if (!launcher) launcher = new c10::ThreadPool(1), std::atexit([] { if (launcher) launcher->waitWorkComplete(); });
+  const auto stream = c10::impl::VirtualGuardImpl(physical_type()).getStream(physical_device(index));
+  launcher->run([program = program, runner = runner, recorded = std::move(recorded), at = number - 1, stream] {
+    c10::StreamGuard on(stream);
+    try { if (!runner->failed) runner->run_early(recorded, program->cuts[at]), stats[kEarly]++; }
+    catch (const std::exception&) { runner->failed = true; }  // the whole run will say what is wrong
+  });
 }
 
 // What has begun of `program`, if that is what the recording became, with the numbers that were guessed; else nothing: what was
@@ -101,7 +108,8 @@ void Recorder::start_early() {
 std::shared_ptr<Runner> Recorder::begun(const ProgramPtr& program, const Trace& trace) {
   auto runner = std::exchange(head_.runner, nullptr);
   if (!runner) return nullptr;
-  const bool found = program == head_.program && runner->part->id == trace.id && runner->stream == current_stream(index);
+  launcher ? launcher->waitWorkComplete() : void(runner->failed = true);  // a forked child has not got the thread
+  const bool found = !runner->failed && program == head_.program && runner->part->id == trace.id && runner->stream == current_stream(index);
   auto right = [&](int32_t n) { return program->numbers[n] == trace.scalars[n]; };
   if (found && std::all_of(program->guessed.begin(), program->guessed.end(), right)) return runner;
   if (found) program->cuts.clear();

@@ -26,10 +26,11 @@ constexpr char kResized[] = "An output with one or more elements was resized";
 void Runner::run_early(std::shared_ptr<Trace> recorded, const Program::Cut& cut) {
   PlainDispatch plain(device); NoWarnings quiet(kResized);
   part = std::move(recorded), trace = part.get();
+  std::unique_lock lock(recorder(device).mutex);  // others give memory to what is read before anything wrote it
   for (size_t i = part->scalars.size(); i < program.numbers.size(); i++) part->scalars.push_back(program.numbers[i]);
   for (size_t i = states.size(); i < trace->buffers.size(); i++)
     states.push_back(trace->kinds[i] == BufferKind::Generator ? trace->buffers[i]->generator.clone() : at::Generator());
-  bind(false);
+  bind(false), lock.unlock();
   for (int32_t slot : cut.saves) saved.emplace_back(slots[slot], bytes_of(slots[slot]).clone());
   done.resize(program.steps.size());
   for (int32_t i : cut.steps) step = static_cast<size_t>(i), run_step(), done[i] = true;

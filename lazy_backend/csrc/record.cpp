@@ -236,19 +236,13 @@ void Trace::replay(const Trace& from, const Instr& in) {
   add_instr(instr, words);
 }
 
-Recorder::Recorder(DeviceIndex i) : index(i), trace_(std::make_unique<Trace>()), spare_(std::make_unique<Trace>()) {
-  trace_->reset(next_id_++);
-}
+Recorder::Recorder(DeviceIndex i) : index(i), trace_(new Trace()), spare_(new Trace()) { trace_->reset(next_id_++); }
 
 std::vector<std::unique_ptr<Recorder>>& recorders() {
   static auto* all = one_each([](DeviceIndex i) { return std::make_unique<Recorder>(i); }); return *all;
 }
 
-Recorder& recorder(DeviceIndex i) {
-  if (i < 0) i = current_device();
-  check_index(i);
-  return *recorders()[i];
-}
+Recorder& recorder(DeviceIndex i) { check_index(i = i < 0 ? current_device() : i); return *recorders()[i]; }
 
 bool Recorder::is_pending(const Buffer* b) { std::lock_guard lock(mutex); return b->pending_in != 0; }
 bool Recorder::is_used(const Buffer* b) { std::lock_guard lock(mutex); return b->pending_in != 0 || b->trace == trace_->id; }
@@ -256,8 +250,7 @@ Trace Recorder::copy() { std::lock_guard lock(mutex); return *trace_; }
 
 void Recorder::on_storage_death(Buffer* b) {
   std::lock_guard<std::mutex> lock(mutex);
-  b->owned = false;
-  if (b->trace != trace_->id) return;
+  if (b->owned = false; b->trace != trace_->id) return;
   const auto n = static_cast<int64_t>(b->nbytes);
   trace_->held_bytes += trace_->kinds[b->index] == BufferKind::Input ? n : -n;
 }
@@ -384,8 +377,7 @@ bool Recorder::must_settle(const OpInfo& op, const IValue* args, Needed& needed)
     if (!is_lazy(t)) return;
     const auto* b = buffer_of(t);
     must |= b->pending_in != 0 || (op.args[i].writes && b->trace == trace_->id);
-    writes |= op.args[i].writes;
-    needed.push_back(b);
+    writes |= op.args[i].writes, needed.push_back(b);
   });
   if (writes) needed.clear();
   return must;

@@ -40,7 +40,7 @@ struct Runner {
   std::shared_ptr<Trace> part = {};
   std::vector<at::Generator> states = {};
   std::vector<std::pair<c10::Storage, at::Tensor>> saved = {};  // inputs that it has written, and what they held
-  std::vector<bool> done = {};
+  std::vector<bool> done = {}; bool failed = false;
   size_t bound = 0;  // how many inputs are in their slots
 
   // The layout of the tensor in `slot`, one of the call's: `recorded`, unless the compiler chose another.
