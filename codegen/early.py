@@ -45,8 +45,8 @@ class Step(cuda_graph.Step, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """How many ops are recorded when each buffer, and each number, has been seen. ``late``: so many when updates of large inputs
-    begin, behind the first op of backward; else when it is too late to begin anything. ``always``: cuts are made even where
+    """How many ops are recorded when each buffer, and each number, has been seen. ``late``: so many when the first input is
+    updated behind the first op of backward; else when it is too late to begin anything. ``always``: cuts are made even where
     starting early can't pay, for tests."""
 
     buffers: Mapping[int, int]
@@ -72,7 +72,7 @@ def known(graph: Graph, always: bool, backward: int = NEVER) -> Known:
     numbers: dict[int, int] = {}
     late = max((node.instr + 1 for node in graph.nodes), default=0) * LATE
     for node in graph.nodes:
-        if node.instr > backward and any(is_outside(write.value) and write.value.buffer.nbytes > LITTLE for write in node.writes):
+        if node.instr > backward and any(is_outside(write.value) for write in node.writes):
             late = min(late, node.instr)
         for value in (*(operand.value for operand in node.reads), *(write.value for write in node.all_writes())):
             buffers.setdefault(value.buffer.index, node.instr + 1)

@@ -97,9 +97,9 @@ void Recorder::start_early() {
   if (!launcher) launcher = new c10::ThreadPool(1), std::atexit([] { if (launcher) launcher->waitWorkComplete(); });
   const auto stream = c10::impl::VirtualGuardImpl(physical_type()).getStream(physical_device(index));
   launcher->run([program = program, runner = runner, recorded = std::move(recorded), at = number - 1, stream] {
-    c10::StreamGuard on(stream);
+    c10::StreamGuard on(stream); runner->failed |= current_stream(runner->device) != runner->stream;  // makes the driver known here
     try { if (!runner->failed) runner->run_early(recorded, program->cuts[at]), stats[kEarly]++; }
-    catch (const std::exception&) { runner->failed = true; }  // the whole run will say what is wrong
+    catch (const std::exception& e) { runner->failed = true, count(std::string("StartEarlyFailed: ") + e.what()); }  // so will the run
   });
 }
 
