@@ -16,9 +16,9 @@ from typing import Iterable, Mapping, Protocol, Sequence
 from codegen import cuda_graph
 from codegen.cuda_graph import blocked_call, scalars
 from codegen.memory_plan import MemoryPlan
-from ir_nodes import BufferKind, Graph
+from ir_nodes import BufferKind, Graph, Node
 from ir_nodes.estimate import CUDA, cost
-from ir_nodes.node import Buffer, Value
+from ir_nodes.node import Buffer
 
 CUTS = 8
 """Places at which a recording is looked at. At each it is copied, which takes some tens of microseconds."""
@@ -46,12 +46,12 @@ class Step(cuda_graph.Step, Protocol):
 @dataclass(frozen=True, slots=True)
 class Known:
     """How many ops are recorded when each buffer, and each number, has been seen. ``late``: so many when the first input is
-    updated behind the first op of backward; else when it is too late to begin anything. ``always``: cuts are made even where
-    starting early can't pay, for tests."""
+    updated behind the first op of backward; NEVER: none is. ``always``: cuts are made even where starting early can't pay, for
+    tests."""
 
     buffers: Mapping[int, int]
     numbers: Mapping[int, int]
-    late: float
+    late: int
     always: bool = False
 
 
@@ -70,10 +70,8 @@ def known(graph: Graph, always: bool, backward: int = NEVER) -> Known:
     """``graph``: as recorded, before any pass; ``backward``: the first op that autograd recorded."""
     buffers: dict[int, int] = {}
     numbers: dict[int, int] = {}
-    late = max((node.instr + 1 for node in graph.nodes), default=0) * LATE
+    late = min((node.instr for node in graph.nodes if node.instr > backward and updates(node)), default=NEVER)
     for node in graph.nodes:
-        if node.instr > backward and any(is_outside(write.value) for write in node.writes):
-            late = min(late, node.instr)
         for value in (*(operand.value for operand in node.reads), *(write.value for write in node.all_writes())):
             buffers.setdefault(value.buffer.index, node.instr + 1)
         for number in scalars([node]):
@@ -81,21 +79,23 @@ def known(graph: Graph, always: bool, backward: int = NEVER) -> Known:
     return Known(buffers, numbers, late, always)
 
 
-def is_outside(value: Value) -> bool:
-    """Is its memory there before the recording?"""
-    return value.buffer.kind is not BufferKind.FRESH
+def updates(node: Node) -> bool:
+    """Does it write what was there before the recording?"""
+    return any(write.value.buffer.kind is not BufferKind.FRESH for write in node.writes)
 
 
 def part(graph: Graph, seen: Known) -> None:
-    """A later stage for what can't begin while the recording is made, so that nothing which can shares a kernel with it and waits:
-    backward of a bias, for the update of its moments, of which the host says last where they are."""
+    """A later stage for what can't begin while the recording is made, so that nothing which can shares a kernel with it and
+    waits: backward of a bias, for the update of its moments, of which the host says last where they are. Not where all that runs
+    takes less than what begins early has to."""
+    if seen.late == NEVER or not seen.always and sum(cost(node, CUDA).seconds for node in graph.nodes) < LEAST:
+        return
     late: set[Buffer] = set()  # what such nodes read or write
     written: set[Buffer] = set()  # what they write
     for node in graph.nodes:
         reads, writes = {value.buffer for value in node.inputs()}, {write.value.buffer for write in node.all_writes()}
-        changes = any(is_outside(write.value) for write in node.writes)
         outside = [buffer.index for buffer in reads | writes if buffer.kind is not BufferKind.FRESH]
-        ready = max([node.instr + 1 if changes else 0, *(seen.buffers.get(buffer, NEVER) for buffer in outside)])
+        ready = max([node.instr + 1 if updates(node) else 0, *(seen.buffers.get(buffer, NEVER) for buffer in outside)])
         if ready > seen.late or blocked_call(node) or reads & written or writes & late:
             node.stage = 1
             late |= reads | writes

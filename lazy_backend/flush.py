@@ -121,7 +121,7 @@ def waits(native: ModuleType, recording: Recording, device: int) -> bool:
 def seen_when(graph: Graph, recording: Recording) -> Known | None:
     """What is known of the recording at which place; None where no program starts early."""
     chosen = settings.current().start_early
-    if chosen == "never" or (chosen == "auto" and not core.physical_is_cuda()):
+    if chosen == "never" or (chosen == "auto" and not on_gpu()):
         return None
     differentiated = (index for index, (*_, backward, _) in enumerate(recording.instrs()) if backward >= 0)
     return known(graph, chosen == "always", next(differentiated, NEVER))
@@ -133,7 +133,7 @@ def replays() -> bool:
 
 
 def on_gpu() -> bool:
-    """Do convolutions run on a GPU, whose kernels have formats of their own?"""
+    """Do programs run on a GPU, beside the host, and convolutions, whose kernels have formats of their own there?"""
     return core.physical_is_cuda()
 
 
