@@ -117,8 +117,8 @@ void start(bool cuda, int count) {
   constexpr auto lock = [] { for (auto& r : recorders()) r->mutex.lock(); tables_mutex.lock(); };
   constexpr auto unlock = [] { tables_mutex.unlock(); for (auto& r : recorders()) r->mutex.unlock(); };
   pthread_atfork(lock, unlock, [] {  // a shared_mutex remembers its thread's number, which is another in the child
-    for (auto& r : recorders()) r->mutex.unlock(), new (&r->flush_mutex) std::mutex();
-    new (&tables_mutex) std::shared_mutex(), launcher = nullptr;
+    for (auto& r : recorders()) r->mutex.unlock(), r->launcher = nullptr, new (&r->flush_mutex) std::mutex();
+    new (&tables_mutex) std::shared_mutex();
   });
 }
 

@@ -185,6 +185,7 @@ class Recorder {
   bool again(Trace& t, const Given& given);
   std::mutex mutex;        // the recording; never held while waiting for the GIL or running anything
   std::mutex flush_mutex;  // one barrier at a time; taken without the GIL
+  c10::ThreadPool* launcher = nullptr;  // launches what begins early, in order; kept for ever, guarded by `flush_mutex`
   const DeviceIndex index;
   std::atomic<bool> waited{false};  // has somebody waited for the physical device since a recording ended?
   std::vector<std::weak_ptr<Block>> blocks;  // the large ones
@@ -252,7 +253,6 @@ void count(const std::string& counter);  // in torch._lazy.metrics
 
 // These call Python; they take the GIL.
 using Logger = std::function<void(const char*, const std::string&, const std::string&, size_t, double, bool, int64_t)>;
-inline c10::ThreadPool* launcher = nullptr;  // launches what begins early, in order; kept for ever
 inline Logger* logger = nullptr;  // kind, reason, the user's line, ops, milliseconds, cached, order; Python's, kept for ever
 ProgramPtr compile_trace(Trace& trace, DeviceIndex device);
 void infer_in_python(const OpInfo& op, const IValue* args, DeviceIndex device, Inference& known);

@@ -84,8 +84,7 @@ void Recorder::start_early() {
   const auto& cut = program->cuts[number++];
   std::shared_ptr<Trace> recorded;
   {
-    std::lock_guard<std::mutex> lock(mutex);
-    cut_ops_ = 0;
+    std::lock_guard<std::mutex> lock(mutex); cut_ops_ = 0;
     const bool apart = runner && runner->stream != current_stream(index);  // autograd's threads may have another
     if (apart || trace_->instrs.size() < cut.ops || !(trace_->instrs[cut.ops - 1].so_far == cut.hash)) return;
     if (!runner && (program->idle = waited ? program->idle + 1 : std::min(program->idle, 0)) < limits.idle) return;
@@ -94,12 +93,12 @@ void Recorder::start_early() {
   }
   if (!runner) for (auto& g : program->graphs) g.exec = nullptr, g.launch = nullptr, g.made = nullptr, g.home = nullptr;  // for their memory
   if (!runner) runner = std::make_shared<Runner>(*program, index);
-  if (!launcher) launcher = new c10::ThreadPool(1), std::atexit([] { if (launcher) launcher->waitWorkComplete(); });
+  if (!launcher) launcher = new c10::ThreadPool(1), std::atexit([] { for (auto& r : recorders()) if (r->launcher) r->launcher->waitWorkComplete(); });
   const auto stream = c10::impl::VirtualGuardImpl(physical_type()).getStream(physical_device(index));
   launcher->run([program = program, runner = runner, recorded = std::move(recorded), at = number - 1, stream] {
     c10::StreamGuard on(stream); runner->failed |= current_stream(runner->device) != runner->stream;  // makes the driver known here
     try { if (!runner->failed) runner->run_early(recorded, program->cuts[at]), stats[kEarly]++; }
-    catch (const std::exception& e) { runner->failed = true, count(std::string("StartEarlyFailed: ") + e.what()); }  // so will the run
+    catch (const std::exception& e) { runner->failed = true, count("StartEarlyFailed: " + first_line(e)); }  // so will the run
   });
 }
 

@@ -30,7 +30,7 @@ bool Runner::serve(Program::Graph& g, bool warm) {
     if (!same) return false;  // how much its calls draw may depend on their numbers: they run by themselves first
     capture(g);
   } catch (const std::exception& e) {
-    std::string why = e.what(); why.resize(std::min(why.size(), why.find('\n')));
+    std::string why = first_line(e);
     const size_t at = std::exchange(step, g.first);
     if (const int32_t instr = at < g.last ? program.steps[at].instr : -1; instr >= 0 && why.find("out of memory") == why.npos) {
       why = trace->instrs[instr].op->name + ": " + why;

@@ -20,6 +20,7 @@ const char* lazysched_set_kernel(void* exec, void* node, void* function, const u
 const char* lazysched_run_graph(void* exec, void* stream);
 void lazysched_use_threads(int count);  // threads.c
 }
+inline std::string first_line(const std::exception& e) { const std::string all = e.what(); return all.substr(0, all.find('\n')); }
 inline void check_driver(const char* error, const char* what) { TORCH_CHECK(!error, what, " failed: ", error); }
 
 struct Runner {
