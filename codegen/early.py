@@ -46,8 +46,8 @@ class Step(cuda_graph.Step, Protocol):
 @dataclass(frozen=True, slots=True)
 class Known:
     """How many ops are recorded when each buffer, and each number, has been seen. ``late``: so many when the first input is
-    updated behind the first op of backward; NEVER: none is. ``always``: cuts are made even where starting early can't pay, for
-    tests."""
+    updated behind the first op of backward; NEVER: none is, or nothing is to be apart. ``always``: cuts are made even where
+    starting early can't pay, for tests."""
 
     buffers: Mapping[int, int]
     numbers: Mapping[int, int]
@@ -66,8 +66,9 @@ class Cut:
     guessed: tuple[int, ...] = ()
 
 
-def known(graph: Graph, always: bool, backward: int = NEVER) -> Known:
-    """``graph``: as recorded, before any pass; ``backward``: the first op that autograd recorded."""
+def known(graph: Graph, always: bool, backward: int) -> Known:
+    """``graph``: as recorded, before any pass; ``backward``: the first op that autograd recorded, NEVER to leave updates where
+    they are."""
     buffers: dict[int, int] = {}
     numbers: dict[int, int] = {}
     late = min((node.instr for node in graph.nodes if node.instr > backward and updates(node)), default=NEVER)

@@ -61,7 +61,7 @@ def compiled(native: ModuleType, recording: Recording, device: int, optional: bo
     varying.note(recording)
     graph = to_graph(recording, segments.calls)
     recorded = len(graph.nodes)
-    seen = seen_when(graph, recording)
+    seen = seen_when(graph, native, recording, device)
     held = holding.split(graph, recording)
     graph, _ = run_passes(graph, check=now.verify)
     talks = release_waits(graph)
@@ -85,7 +85,7 @@ def compiled(native: ModuleType, recording: Recording, device: int, optional: bo
     program.order = ordered
     program.rest, program.kept = held.rest, held.kept
     keeps_no_order = not (held.rest or talks or ordered >= 0)
-    if seen is not None and keeps_no_order and (seen.always or waits(native, recording, device)):
+    if seen is not None and keeps_no_order:
         part(graph, seen)
     if orders.measuring():
         part_segments(graph)
@@ -113,18 +113,16 @@ def told_why(native: ModuleType, why: str) -> None:
     native.count(f"StartEarlyRefused: {why}")
 
 
-def waits(native: ModuleType, recording: Recording, device: int) -> bool:
-    """Does the loop read something at every step, as far as one can tell when it is compiled?"""
-    return settings.enabled("early_kernels") and (bool(recording.needed) or native.waited(device))
-
-
-def seen_when(graph: Graph, recording: Recording) -> Known | None:
-    """What is known of the recording at which place; None where no program starts early."""
+def seen_when(graph: Graph, native: ModuleType, recording: Recording, device: int) -> Known | None:
+    """What is known of the recording at which place; None where no program starts early. Where its loop reads something at every
+    step, as far as one can tell when it is compiled, also where its updates begin."""
     chosen = settings.current().start_early
     if chosen == "never" or (chosen == "auto" and not on_gpu()):
         return None
-    differentiated = (index for index, (*_, backward, _) in enumerate(recording.instrs()) if backward >= 0)
-    return known(graph, chosen == "always", next(differentiated, NEVER))
+    always, backward = chosen == "always", NEVER
+    if settings.enabled("early_kernels") and (always or recording.needed or native.waited(device)):
+        backward = next((index for index, (*_, node, _) in enumerate(recording.instrs()) if node >= 0), NEVER)
+    return known(graph, always, backward)
 
 
 def replays() -> bool:

@@ -80,9 +80,10 @@ def test_updates_stay_in_the_kernels_of_gradients_where_nobody_waits(compiled: l
     assert mixed(plan(compiled[-1]), updates(compiled[-1]))
 
 
-def test_they_stay_where_the_optimisation_is_off(compiled: list[Graph]) -> None:
-    with settings.override(disable=frozenset({"early_kernels"})):
-        trained(True, 27)
+@pytest.mark.parametrize("start", ["auto", "always"])
+def test_they_stay_where_the_optimisation_is_off(compiled: list[Graph], start: str) -> None:
+    with settings.override(start_early=start, disable=frozenset({"early_kernels"})):
+        trained(True, 27 + 4 * (start == "always"))
     assert not any(node.stage for node in compiled[-1].nodes)
 
 
