@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Sequence
 
-from codegen.executable import Emit, emit_call
+from codegen.executable import Emit
+from codegen.extern import emit_call
 from codegen.lowered import Lowered
 from ir_nodes import Graph, Node
 from ir_nodes.estimate import Rates, cost

@@ -8,17 +8,17 @@ from typing import Any, Callable, Mapping, Protocol, Sequence
 
 import torch
 
-from codegen.cuda_graph import blocked_call, capturable, scalars, stretches
-from codegen.cudnn import or_apart
+from codegen.cuda_graph import capturable, stretches
 from codegen.early import Known, cuts
 from codegen.memory_plan import Place, plan_memory
-from codegen.step_use import StepUse, node_use
-from codegen.threads import small
-from ir_nodes import Graph, Layout, Node, call, ops
-from ir_nodes.node import Buffer, Operand, Target, Write
+from codegen.step_use import StepUse
+from ir_nodes import Graph, Node
 
 Chosen = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
 """A layout as the native core takes it: dtype, size, stride, offset."""
+Own = tuple[str, list[Any], int]
+"""An op that was not recorded: its name, for each argument a constant or, of tensors, how many slots it takes, and how many
+tensors it newly returns."""
 
 
 ARGUMENT_KINDS = ("ptr", "fp32", "fp64", "i64", "seed", "offset")
@@ -44,6 +44,9 @@ class Program(Protocol):
     dead: int
 
     def call(self, instr: int, slots: list[int], layouts: list[Chosen], alone: bool) -> None: ...
+    def own(
+        self, op: Own, slots: list[int], layouts: list[Chosen], alone: bool, instr: int
+    ) -> None: ...
     def launch(
         self, function: int, grid: tuple[int, int, int], threads: int, shared: int, args: list[tuple[int, int, int]], instr: int
     ) -> None: ...
@@ -87,91 +90,6 @@ class Emit:
         return tuple(os.path.commonprefix(chains)) or ((" + ".join(apart),) if apart else ())
 
 
-def emit_call(node: Node) -> Emit:
-    """``node`` as one ATen call on the physical device."""
-    if not node.as_recorded:
-        return emit_own(node)
-    slots, layouts = operand_slots(node)
-    draws = tuple(effect.value.buffer.index for effect in node.effects)
-    alone = small(node)
-
-    def add(program: Program) -> None:
-        places = program.places if isinstance(program, Placed) else {}
-        inside = any(places[slot].offset for slot in slots if slot in places)
-        program.call(node.instr, slots, layouts if node.relaid or inside else [], alone)
-
-    return Emit(node_use(node), written_buffers(node), add, (node,), blocked_call(node), numbers=tuple(scalars([node])),
-                draws=draws)
-
-
-def emit_own(node: Node, function: Callable[..., Any] | None = None) -> Emit:
-    """An op that the compiler chose, such as zeros for `codegen.pad_products`: none that was recorded could be called. One that
-    returns a tensor brings the memory that its result fills. ``function``: what is called like the op, in its place."""
-    use, function = node_use(node), function or or_apart(node.target, ops.overload(node.target))
-    returned = [place for place in node.returns if place is not None]
-    assert len(returned) < 2 and not node.effects, node
-
-    def run(slots: list[Any], numbers: list[Any]) -> torch.Tensor | None:
-        def seen(place: Operand | Write) -> torch.Tensor:
-            memory, layout = slots[place.value.buffer.index], place.layout
-            typed = memory[: memory.numel() // layout.itemsize * layout.itemsize].view(layout.dtype)
-            return torch.as_strided(typed, layout.size, layout.stride, typed.storage_offset() + layout.offset)
-
-        positional, keyword = call.arguments(node, call.Fill(seen, seen, lambda number: numbers[number.index], None))
-        made = function(*positional, **keyword)
-        found = call.new_results(node, made) if returned else []
-        return next((as_promised(one, node.writes[place].layout) for one, place in zip(found, node.returns) if place is not None),
-                    None)
-
-    slots = (*use.buffers, *use.makes)
-    return Emit(use, written_buffers(node), lambda program: program.python(run, node.instr, slots), (node,),
-                blocked_call(node), numbers=tuple(scalars([node])), python=True,
-                early=False)  # in a CUDA graph it runs once, at the capture
-
-
-def as_promised(made: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """``made`` itself where its elements lie as ``layout`` says, or it is memory of another shape; else a copy that does."""
-    if made.shape != layout.size or all(n == 1 or mine == wanted for n, mine, wanted in
-                                        zip(layout.size, made.stride(), layout.stride)):
-        return made
-    return torch.empty_strided(layout.size, layout.stride, dtype=made.dtype, device=made.device).copy_(made)
-
-
-def operand_slots(node: Node) -> tuple[list[int], list[Chosen]]:
-    """The slot and the layout of each tensor operand in argument order, then of each new output. Slot -1 where there is none,
-    or the compiler leaves it out; -2 - a for a tensor that argument ``a`` has read already, since some ops ask whether two of
-    their tensors are one."""
-    slots: list[int] = []
-    layouts: list[Chosen] = []
-    read: dict[tuple[Buffer, Layout], int] = {}
-
-    def add(slot: int, layout: Layout | None) -> None:
-        slots.append(slot)
-        layouts.append((layout.dtype, layout.size, layout.stride, layout.offset) if layout else (torch.uint8, (), (), 0))
-
-    def walk(arg: object, position: int | None) -> None:
-        if isinstance(arg, tuple):
-            for item in arg:
-                add(-1, None) if item is None else walk(item, None)
-        elif isinstance(arg, (Operand, Target)):
-            place = node.writes[arg.index] if isinstance(arg, Target) else arg
-            seen = (place.value.buffer, place.layout)
-            again = position is not None and seen in read and not place.layout.flipped
-            add(-2 - read[seen] if again else place.value.buffer.index, place.layout)
-            if position is not None and isinstance(arg, Operand):
-                read.setdefault(seen, position)
-
-    for position, arg in enumerate(node.args):
-        add(-1, None) if position in node.left_out else walk(arg, position)
-    for index in node.returns:
-        add(-1, None) if index is None else add(node.writes[index].value.buffer.index, node.writes[index].layout)
-    return slots, layouts
-
-
-def written_buffers(node: Node) -> tuple[int, ...]:
-    return tuple(write.value.buffer.index for write in node.writes)
-
-
 class Placed:
     """Adds steps to ``program`` whose slots are a part of others', or others altogether."""
 
@@ -183,9 +101,10 @@ class Placed:
 
     def call(self, instr: int, slots: list[int], layouts: list[Chosen], alone: bool) -> None:
         """``layouts``: of all ``slots`` if one of them is inside another, since a call finds what it takes by them."""
-        moved = [(dtype, size, stride, offset + (self.places[slot].offset if slot in self.places else 0) // dtype.itemsize)
-                 for slot, (dtype, size, stride, offset) in zip(slots, layouts)]
-        self._program.call(instr, [self.places[slot].slot if slot in self.places else slot for slot in slots], moved, alone)
+        self._program.call(instr, *self._moved(slots, layouts), alone)
+
+    def own(self, op: Own, slots: list[int], layouts: list[Chosen], alone: bool, instr: int) -> None:
+        self._program.own(op, *self._moved(slots, layouts), alone, instr)
 
     def launch(self, function: int, grid: tuple[int, int, int, int], threads: int, shared: int, overlaps: bool,
                args: list[tuple[int, int, int]], instr: int) -> None:
@@ -205,6 +124,11 @@ class Placed:
 
         whole = [self.places[slot].slot if slot in self.places else slot for slot in slots]
         self._program.python(moved if moving else run, instr, whole)
+
+    def _moved(self, slots: list[int], layouts: list[Chosen]) -> tuple[list[int], list[Chosen]]:
+        moved = [(dtype, size, stride, offset + (self.places[slot].offset if slot in self.places else 0) // dtype.itemsize)
+                 for slot, (dtype, size, stride, offset) in zip(slots, layouts)]
+        return [self.places[slot].slot if slot in self.places else slot for slot in slots], moved
 
     def _address(self, kind: int, slot: int, offset: int) -> tuple[int, int, int]:
         place = self.places.get(slot) if kind == POINTER else None

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Sequence
 
+from codegen.extern import needs_python
 from codegen.kernel import ExternStep, KernelStep, Plan
 from codegen.memory_plan import MemoryPlan, plan_memory
 from codegen.step_use import StepUse, kernel_use, node_use
@@ -142,7 +143,7 @@ class Facts:
             by = "ATen" if step.algorithm is None else f"cuBLASLt's suggestion {step.algorithm.number}"
             return StepFacts(step.node.target, (step.node,), read, sum(write.layout.nbytes for write in step.node.writes),
                              alone.nbytes, alone.seconds, step.reason, by,
-                             step.algorithm is not None or not step.node.as_recorded)
+                             step.algorithm is not None or needs_python(step.node))
         rates = self.rates
         read, written = (sum(map(step.bytes_of, values)) for values in (step.reads, step.writes))
         made = {value for value in (*step.writes, *step.elided) if isinstance(value, Value)}

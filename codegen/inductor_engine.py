@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from codegen.engine import BackEnd, Context, Generated, one_by_one
-from codegen.executable import Emit, emit_call
+from codegen.executable import Emit
+from codegen.extern import emit_call
 from codegen.inductor_compile import Compiled, InductorFailed, compile_run
 from codegen.inductor_trace import Place, Traced, Untraceable, trace
 from codegen.runs import Run, part, stored

@@ -17,8 +17,9 @@ from codegen.contest import on_gpu, remembered
 from codegen.cuda_driver import Function
 from codegen.draws import BLOCK
 from codegen.engine import BackEnd, Context, EngineError, Generated, Unmade
-from codegen.executable import ARGUMENT_KINDS, Emit, Program, emit_call, emit_own
+from codegen.executable import ARGUMENT_KINDS, Emit, Program
 from codegen.explanation import facts
+from codegen.extern import emit_call, emit_python
 from codegen.fuse import lower_all, plan
 from codegen.group import new_group
 from codegen.interpreted import Interpreted, launch
@@ -177,7 +178,7 @@ def emit_extern(step: ExternStep, context: Context) -> Emit:
     multiplier = multiplier_of(step.algorithm, context.device) if step.algorithm is not None else None
     if step.algorithm is None or multiplier is None:
         return emit_call(step.node)
-    return emit_own(step.node, as_op(step.node.target, step.algorithm, multiplier))
+    return emit_python(step.node, as_op(step.node.target, step.algorithm, multiplier))
 
 
 def emit_launch(step: KernelStep, compiled: Function, scratch: dict[int, int], overlaps: bool = False) -> Emit:

@@ -172,7 +172,7 @@ class Node:
 
     @property
     def as_recorded(self) -> bool:
-        """Is its op the recorded one? The native core can call no other."""
+        """Is its op the recorded one, with what was recorded for it?"""
         return self.instr >= 0 and not self.changed
 
     @property

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from barriers.passes.conv_bias import BIAS, CONVOLUTION, WITH_RELU, WITH_SUM, add_biases
 from codegen.cuda_graph import blocked_call
-from codegen.executable import as_promised, emit_call, operand_slots
+from codegen.extern import as_promised, emit_call, operand_slots
 from codegen.fuse import plan
 from ir_nodes import Layout
 from ir_nodes.estimate import operations

@@ -13,7 +13,7 @@ from torch import Tensor
 from barriers.passes.product_sums import ONTO, sum_products
 from barriers.pipeline import ordered_passes
 from codegen.cuda_graph import blocked_call
-from codegen.executable import emit_call
+from codegen.extern import emit_call
 from ir_nodes import Graph, SegmentCall, settings
 from ir_nodes.estimate import operations
 from ir_nodes.reference import run
@@ -102,12 +102,12 @@ def test_what_is_written_to_the_sum_later_comes_later() -> None:
     assert [(remark.done, remark.what) for remark, _ in remarks.all()] == [(True, "mm and mm and add"), (False, "mm and add_")]
 
 
-def test_it_is_told_and_called_by_python_once() -> None:
+def test_it_is_told_and_called_without_python() -> None:
     graph, told = summed(two, *factors(2))
     assert told == "True mm and mm and add: the later product adds to what the earlier one has left"
     first, second, *_ = graph.nodes
     step = emit_call(second)
-    assert second.target == ONTO and not step.blocked and not blocked_call(second) and step.python and not step.early
+    assert second.target == ONTO and not step.blocked and not blocked_call(second) and step.early and not step.python
     assert operations(second) == operations(first) == 2 * 16 * 24 * 8
 
 

@@ -10,7 +10,7 @@ import torch
 import lazy_backend
 from codegen import cuda_graph
 from codegen.cuda_graph import Stretch, stretches
-from codegen.executable import emit_call
+from codegen.extern import emit_call
 from codegen.memory_plan import MemoryPlan, plan_memory
 from codegen.step_use import StepUse
 from ir_nodes import BufferKind, Graph, Layout, Node
@@ -71,8 +71,8 @@ def test_a_program_of_launches_is_one_stretch() -> None:
 
 
 def test_a_graph_of_a_single_step_holds_what_would_run_python() -> None:
-    changed, recorded = Node(0, "aten::zero_", (), (), ()), Node(0, "aten::zero_", (), (), (), instr=0)
-    assert emit_call(changed).python and not emit_call(recorded).python
+    changed, chosen = Node(0, "aten::cudnn_convolution_relu", (), (), ()), Node(0, "aten::zero_", (), (), ())
+    assert emit_call(changed).python and not emit_call(chosen).python
     steps = [Fake(StepUse((0, 1)), (1,), (changed,), python=True)]
     assert len(cut(steps, graph("if", live="1"))[0]) == 1
     steps[0].python = False  # the native core calls it, or launches a kernel of it

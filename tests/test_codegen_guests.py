@@ -15,7 +15,8 @@ from hypothesis import settings as hypothesis
 from hypothesis import strategies as st
 
 from codegen import memory_plan
-from codegen.executable import Placed, emit_call
+from codegen.executable import Placed
+from codegen.extern import emit_call
 from codegen.fuse import plan
 from codegen.guests import Block, lodge
 from codegen.memory_plan import MemoryPlan, Place, plan_memory

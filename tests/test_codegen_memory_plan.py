@@ -15,7 +15,8 @@ from hypothesis import settings as hypothesis
 from hypothesis import strategies as st
 
 from codegen.cuda_driver import Function
-from codegen.executable import POINTER, Placed, assemble, emit_call
+from codegen.executable import POINTER, Placed, assemble
+from codegen.extern import emit_call
 from codegen.fuse import plan
 from codegen.kernel import KernelStep, Plan
 from codegen.memory_plan import MemoryPlan, plan_memory

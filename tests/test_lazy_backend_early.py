@@ -21,8 +21,7 @@ Losses = list[float]
 
 @pytest.fixture(autouse=True)
 def always() -> Iterator[None]:
-    # Products that product_bias makes on a GPU are Python's to call where no CUDA graph is, and such steps never begin early.
-    with settings.override(start_early="always", disable=frozenset({"product_bias"})):
+    with settings.override(start_early="always"):
         core.configure(core.get())
         yield
     core.configure(core.get())

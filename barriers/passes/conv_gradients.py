@@ -2,8 +2,7 @@
 
 cuDNN gives the gradients of input and weight; for that of the bias ATen then reads the gradient of the result once more, in a
 kernel of its own. As an op of its own the sum shares the kernel of the activation's gradient, as behind a linear layer. What is
-left of the recorded op is one call for each gradient, as cuDNN has it anyway. Python makes them: once, where a CUDA graph
-captures them, else in every step.
+left of the recorded op is one call for each gradient, as cuDNN has it anyway.
 """
 
 from __future__ import annotations

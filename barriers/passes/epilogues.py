@@ -1,8 +1,7 @@
 """A matrix product that leaves only what is positive, where nobody needs the rest. Imports `ir_nodes` only.
 
 cuBLAS adds a bias and applies a ReLU to what it holds in registers: a pass over memory less. Rounding and taking what is positive
-may change places, so numbers stay those of the two ops. What a ReLU's gradient needs is its result. The core calls recorded ops
-only, so Python calls what stands for two: once, where a CUDA graph captures it, else in every step.
+may change places, so numbers stay those of the two ops. What a ReLU's gradient needs is its result.
 """
 
 from __future__ import annotations

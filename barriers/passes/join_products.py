@@ -4,8 +4,7 @@
 Queries, keys and values come of one input by three weights. One product by all three reads the input once and fills a GPU where
 each alone leaves a part of it idle, as long as the weights lie side by side: autocast writes a copy of each in 16 bits, and may
 as well write them so. Each number is the sum that it was, but cuBLAS may add it up in another order, so this is for programs that
-have accepted other last bits. The core calls recorded ops only, so Python calls what stands for several: once, where a CUDA graph
-captures it. `join_gradients` does the same for what follows in backward.
+have accepted other last bits. `join_gradients` does the same for what follows in backward.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ programs for the machine to be busy, it finds slow kernels for that, as far as i
 have good ones. On an H200, us with the bias, and with a kernel behind the product that adds it: 256 x 23 times 23 x 256 13.4 and
 4.6; 32 x 64 times 64 x 256 13.3 and 5.3; 256 x 3,072 times 3,072 x 768 83 and 39, but 256 x 64 times 64 x 256 3.7 and 5.3. The
 addition becomes an op of its own, which shares a kernel with what reads it.
-
-The core calls recorded ops only, so Python calls what stands for another: once, where a CUDA graph captures it.
 """
 
 from __future__ import annotations

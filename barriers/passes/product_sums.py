@@ -6,7 +6,7 @@ fill it, so the later product goes onto the earlier one's result, and one tensor
 the first addend, the products add up beside it: it may live in registers, and a kernel adds it for nothing.
 
 Each sum is rounded once, where eager mode rounds both the product and the sum: other last bits, so this is for programs that have
-accepted such. The core calls recorded ops only, so Python calls what stands for two: once, where a CUDA graph captures it.
+accepted such.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@
 #include <pybind11/functional.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/jit/frontend/function_schema_parser.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -83,19 +84,36 @@ void add_launch(Program& p, uint64_t function, std::array<uint32_t, 4> grid, uin
                 const std::vector<std::tuple<int, int32_t, int64_t>>& args, int32_t instr) {
   Program::Launch l{reinterpret_cast<void*>(function), grid, threads, shared, overlaps, {}};
   for (auto [kind, index, value] : args) l.args.push_back({static_cast<Program::LaunchArg::Kind>(kind), index, value});
-  p.steps.push_back({std::move(l), instr});
-  p.launches++;
+  p.steps.push_back({std::move(l), instr}), p.launches++;
 }
 
 // `layouts`: (dtype, size, stride, offset) for each slot where the compiler chose them, else nothing.
 using Layout = std::tuple<at::ScalarType, std::vector<int64_t>, std::vector<int64_t>, int64_t>;
 void add_call(Program& p, int32_t instr, std::vector<int32_t> slots, const std::vector<Layout>& layouts, bool alone) {
-  Program::Call call{std::move(slots), {}, alone};
+  Program::Call call{std::move(slots), {}, alone, -1};
   for (const auto& [dtype, size, stride, offset] : layouts) {
     call.layouts.push_back({0, static_cast<int32_t>(p.dims.size()), static_cast<int16_t>(size.size()), dtype, false, false, offset});
     for (const auto* shape : {&size, &stride}) p.dims.insert(p.dims.end(), shape->begin(), shape->end());
   }
   p.steps.push_back({std::move(call), instr});
+}
+
+// An op that was not recorded: its name, of tensors how many slots each argument takes, of others the constant, how many it returns.
+void add_own(Program& p, std::tuple<std::string, std::vector<py::object>, int32_t> chosen, std::vector<int32_t> slots,
+             const std::vector<Layout>& layouts, bool alone, int32_t instr) {
+  const auto& [name, given, results] = chosen;
+  const auto& op = op_info(c10::Dispatcher::singleton().findOp(torch::jit::parseName(name)).value());
+  p.own.instrs.push_back({&op, static_cast<int32_t>(p.own.args.size()), 0, results});
+  for (size_t i = 0; i < given.size(); i++) {
+    Arg& arg = p.own.args.emplace_back();
+    const bool tensors = op.args[i].tensors() && !given[i].is_none();
+    if (tensors || op.args[i].kind == ArgKind::Device) arg.kind = op.args[i].kind;
+    if (tensors) arg.count = given[i].cast<int32_t>();
+    else arg.value = torch::jit::toIValue(given[i], op.handle.schema().arguments()[i].type());
+  }
+  p.own.operands.resize(std::max(p.own.operands.size(), slots.size()), Operand{0});
+  add_call(p, instr, std::move(slots), layouts, alone);
+  std::get<Program::Call>(p.steps.back().what).own = static_cast<int>(p.own.instrs.size()) - 1;
 }
 
 template <class Step, class... Fields>
@@ -190,7 +208,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readwrite("order", &Program::order).def_readwrite("nodes", &Program::nodes).def_readwrite("dead", &Program::dead)
       .def_readwrite("guessed", &Program::guessed).def_readwrite("slots", &Program::slots).def_readwrite("inputs", &Program::inputs)
       .def_readwrite("outputs", &Program::outputs).def_readwrite("rest", &Program::rest).def_readwrite("kept", &Program::kept)
-      .def("call", &add_call)
+      .def("call", &add_call).def("own", &add_own)
       .def("graph", [](Program& p, size_t first, size_t last, std::array<std::vector<int32_t>, 5> of,
                        std::array<std::vector<size_t>, 2> bytes, std::pair<int32_t, size_t> block) {
         p.graphs.push_back({first, last, of[0], of[1], of[2], of[3], of[4], bytes[0], bytes[1], block});

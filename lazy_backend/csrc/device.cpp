@@ -18,8 +18,7 @@ namespace {
 
 using c10::Device, c10::Stream;
 
-bool cuda_ = false;
-std::atomic<int> count_{1};
+bool cuda_ = false; std::atomic<int> count_{1};
 thread_local DeviceIndex current_ = 0;
 thread_local c10::StreamId stream_ = 0;  // of the CPU, which runs everything in order: streams there are names
 std::atomic<c10::StreamId> streams_{0};
@@ -288,8 +287,7 @@ void resize_bytes(const c10::Storage& s, size_t n) {
     bytes_of(physical).narrow(0, 0, old.numel()).copy_(old);
   }
   std::lock_guard lock(r.mutex);
-  b->physical = physical, b->nbytes = n;
-  s.unsafeGetStorageImpl()->set_nbytes(n);
+  b->physical = physical, b->nbytes = n, s.unsafeGetStorageImpl()->set_nbytes(n);
 }
 
 }  // namespace lazysched

@@ -148,10 +148,8 @@ void Runner::replay(Program::Graph& g) {
     }
     const auto& l = std::get<Program::Launch>(program.steps[k.step].what);
     bool changed = false;
-    for (size_t i = 0; i < l.args.size(); i++) {
-      const auto word = l.args[i].fixed() ? k.words[i] : launch_word(l.args[i]);
-      changed |= std::exchange(k.words[i], word) != word;
-    }
+    for (size_t i = 0; i < l.args.size(); i++)
+      if (const auto old = k.words[i]; !l.args[i].fixed()) changed |= (k.words[i] = launch_word(l.args[i])) != old;
     if (!changed) continue;
     check_driver(lazysched_set_kernel(g.exec, k.node, l.function, l.grid.data(), l.threads, l.shared, pointers(k.words)),
                  "setting a kernel's numbers");

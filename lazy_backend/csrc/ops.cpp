@@ -56,21 +56,16 @@ const Tensor& copy_in(const Tensor& dst, const Tensor& src, bool non_blocking) {
   const bool whole = dense && !dst.is_neg() && !dst.is_conj() && dst.storage_offset() == 0;
   std::unique_lock lock(recorder(index).mutex);
   auto* b = buffer_of(dst);
-  if (whole && !b->touched && bytes.nbytes() == b->nbytes) {
-    b->physical = bytes, b->touched = true;
-    return dst;
-  }
+  if (whole && !b->touched && bytes.nbytes() == b->nbytes) return b->physical = bytes, b->touched = true, dst;
   lock.unlock();
-  record_copy(dst, wrap_physical(staged, index));
-  return dst;
+  return record_copy(dst, wrap_physical(staged, index)), dst;
 }
 
 Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking) {
   auto src = self.sizes() == dst.sizes() ? self : self.expand(dst.sizes());
   if (is_lazy(src) && src.device() == dst.device()) {
     if (src.sizes() != self.sizes()) at::assert_no_internal_overlap(dst), at::assert_no_partial_overlap(dst, self);
-    record_copy(dst, src);
-    return dst;
+    return record_copy(dst, src), dst;
   }
   const bool in = is_lazy(dst);
   const auto reason = "copied to " + (in ? "another device" : c10::DeviceTypeName(dst.device().type(), true));
@@ -80,8 +75,6 @@ Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking) {
   PlainDispatch plain;
   return dst.copy_(src, non_blocking);
 }
-
-at::Scalar local_scalar_dense(const Tensor& self) { return recorder(self).read(self); }
 
 // The storage takes the bytes that the tensor's shape needs.
 void grow_storage(const Tensor& t) {
@@ -95,8 +88,7 @@ const Tensor& resize_(const Tensor& self, c10::IntArrayRef size, optional<at::Me
   for (auto s : size) TORCH_CHECK(s >= 0, "Trying to create tensor with negative dimension ", s, ": ", size);
   impl->set_sizes_contiguous(size);
   if (format && *format != at::MemoryFormat::Preserve) impl->empty_tensor_restride(*format);
-  grow_storage(self);
-  return self;
+  return grow_storage(self), self;
 }
 
 Tensor& set_storage(Tensor& self, at::Storage source, int64_t offset, c10::IntArrayRef size, c10::IntArrayRef stride) {
@@ -105,8 +97,7 @@ Tensor& set_storage(Tensor& self, at::Storage source, int64_t offset, c10::IntAr
   auto* impl = self.unsafeGetTensorImpl();
   impl->set_storage_keep_dtype(std::move(source));
   impl->set_sizes_and_strides(size, stride.data() ? stride : c10::IntArrayRef(c10::contiguous_strides(size)), offset);
-  grow_storage(self);
-  return self;
+  return grow_storage(self), self;
 }
 
 // Shape-only stand-in on the physical device, for choosing a kernel.
@@ -163,7 +154,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty_memory_format).impl("empty_strided", empty_strided);
   m.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl)).impl("view", TORCH_FN(at::native::view));
   m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias)).impl("resize_", resize_);
-  m.impl("_copy_from", copy_from).impl("_local_scalar_dense", local_scalar_dense);
+  m.impl("_copy_from", copy_from).impl("_local_scalar_dense", [](const Tensor& t) { return recorder(t).read(t); });
   m.impl("set_.source_Storage_storage_offset", set_storage);
   m.impl("set_.source_Storage", [](Tensor& self, at::Storage source) -> Tensor& { return at::native::set_(self, source); });
   m.impl("set_.source_Tensor", TORCH_FN(at::native::set_tensor_));

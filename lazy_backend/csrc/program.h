@@ -15,8 +15,9 @@ struct Program {
   // The recorded op on physical tensors. A slot for each tensor operand, then for each new output. -1: none; -2 - a: the tensor
   // is the same as argument `a`, which some ops ask for (attention: are key and query one tensor?). `layouts`: those that the
   // compiler chose, slot by slot; none: as recorded.
-  // `alone`: by the calling thread, on a CPU. `drawn`: by how much it moved CUDA's generator on when it last ran by itself.
-  struct Call { std::vector<int32_t> slots; std::vector<Operand> layouts; bool alone = false; mutable uint64_t drawn = 0; };
+  // `alone`: by the calling thread, on a CPU. `own`: the number of an op that the compiler chose among those of `own`, or -1.
+  // `drawn`: by how much it moved CUDA's generator on when it last ran by itself.
+  struct Call { std::vector<int32_t> slots; std::vector<Operand> layouts; bool alone; int own = -1; mutable uint64_t drawn = 0; };
   struct LaunchArg {
     enum Kind : uint8_t { Pointer, Float, Double, Integer, Seed, Offset } kind;
     int32_t index;  // the pointer's slot; the generator's buffer; the number of this recording, or -1: `value`
@@ -63,6 +64,7 @@ struct Program {
   std::weak_ptr<Program> next;  // what ran after it the last time
   int idle = 0, missed = 0;     // how often somebody waited before it of late; how often it was begun in vain
   std::vector<int64_t> dims;  // sizes and strides of the compiler's layouts
+  Trace own;                  // ops that were not recorded; where each tensor lies, its call says
   int32_t slots = 0;
   std::vector<std::pair<int32_t, int32_t>> inputs;  // (buffer, slot)
   std::vector<std::array<int32_t, 3>> outputs;      // (buffer, slot, the step after which the slot holds the result)

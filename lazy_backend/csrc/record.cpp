@@ -101,8 +101,7 @@ hash_t hash_call(const OpInfo& op, const IValue* args) {
 
 // The device of the op's lazy tensors; checks that nothing else but 0-d CPU tensors is mixed in.
 DeviceIndex common_device(const OpInfo& op, const IValue* args) {
-  DeviceIndex found = -1;
-  std::optional<c10::Device> foreign;
+  DeviceIndex found = -1; std::optional<c10::Device> foreign;
   each_tensor(op, args, [&](size_t i, const at::Tensor& t) {
     const auto device = t.device();
     const bool scalar = device.is_cpu() && t.dim() == 0 && t.layout() == at::kStrided && op.args[i].kind == ArgKind::Tensor &&
@@ -389,8 +388,7 @@ void Recorder::adopt(const at::Tensor& t, const at::Tensor& p) {
   auto* b = buffer_of(t);
   std::lock_guard<std::mutex> lock(mutex);
   if (t.sizes() == p.sizes() && t.strides() == p.strides() && p.storage().nbytes() <= b->nbytes) return;
-  b->physical = p.storage(), b->nbytes = p.storage().nbytes();
-  t.storage().unsafeGetStorageImpl()->set_nbytes(b->nbytes);
+  b->physical = p.storage(), b->nbytes = p.storage().nbytes(), t.storage().unsafeGetStorageImpl()->set_nbytes(b->nbytes);
   t.unsafeGetTensorImpl()->set_sizes_and_strides(p.sizes(), p.strides());
 }
 
@@ -441,8 +439,7 @@ at::Tensor Recorder::lend(const at::Tensor& t, int how) {
   auto physical = materialise(t, "lent", "");
   std::lock_guard<std::mutex> lock(mutex);
   if (how && physical.storage().use_count() > 2) pin(physical.storage(), 1);  // a CUDA graph holds it, too
-  b->lent |= how;
-  return physical;
+  return b->lent |= how, physical;
 }
 
 // A boolean that came from numbers alone is what it was the last time: nothing has to run for it. Models ask such questions of masks
@@ -472,8 +469,7 @@ at::Tensor Recorder::materialise(const at::Tensor& t, const char* kind, const st
   if (b->physical) return alias_storage(b->physical, t);
   const auto n = b->nbytes; lock.unlock();
   auto physical = physical_bytes(n, index);  // nothing wrote it yet: torch.empty
-  lock.lock();
-  b->touched = true, b->physical = physical;
+  lock.lock(), b->touched = true, b->physical = physical;
   return alias_storage(physical, t);
 }
 

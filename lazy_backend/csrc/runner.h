@@ -25,7 +25,7 @@ inline void check_driver(const char* error, const char* what) { TORCH_CHECK(!err
 
 struct Runner {
   Runner(Program& p, DeviceIndex i) : program(p), device(i), stream(current_stream(i)), slots(p.slots) {}
-  Trace* trace = nullptr;
+  Trace* trace = nullptr; const Trace* source = nullptr;  // of the op that runs: the recording, or the program's own
   Program& program;
   const DeviceIndex device;
   void* stream;
@@ -49,7 +49,7 @@ struct Runner {
     return call->layouts.empty() ? recorded : call->layouts[slot - call->slots.data()];
   }
   c10::IntArrayRef shape(const Operand& o, int16_t from) const {
-    return {(call->layouts.empty() ? trace->dims : program.dims).data() + o.dims + from, static_cast<size_t>(o.ndim)};
+    return {(call->layouts.empty() ? source->dims : program.dims).data() + o.dims + from, static_cast<size_t>(o.ndim)};
   }
 
   at::Tensor view(const Operand& recorded, const int32_t* slot) const {
@@ -68,7 +68,7 @@ struct Runner {
   // `slot`: that of the argument's first tensor; moves on behind its last.
   IValue argument(const Arg& a, const Instr& in, const int32_t*& slot) const {
     const auto n = static_cast<size_t>(a.count);
-    auto tensor = [&](size_t i) { return view(trace->operands[a.first + i], slot++); };
+    auto tensor = [&](size_t i) { return view(source->operands[a.first + i], slot++); };
     auto number = [&](size_t i) -> const IValue& { return trace->scalars[a.first + i]; };
     switch (a.kind) {
       case ArgKind::Tensor: return *slot < -1 ? IValue(stack[-2 - *slot++]) : tensor(0);
@@ -104,7 +104,7 @@ struct Runner {
 
   // `slot`: that of the op's first new output.
   void take_results(const Instr& in, const int32_t* slot) {
-    const Operand* want = trace->operands.data() + in.outs;
+    const Operand* want = source->operands.data() + in.outs;
     const int32_t* end = slot + in.n_outs;
     for (size_t r = 0; r < stack.size(); r++) {
       if (in.op->return_alias[r] >= 0 || !(stack[r].isTensor() || stack[r].isTensorList())) continue;
@@ -117,13 +117,13 @@ struct Runner {
   }
 
   void run(const Program::Call& now, int32_t index) {
-    const Instr& in = trace->instrs[index];
-    call = &now;
+    call = &now, source = now.own < 0 ? trace : &program.own;
+    const Instr& in = source->instrs[now.own < 0 ? index : now.own];
     stack.clear();
     const int32_t* slot = now.slots.data();
     const bool counted = in.generator >= 0 && !captured && physical_type() == c10::kCUDA;
     const uint64_t before = counted ? draws_from(in).get_offset() : 0;
-    for (size_t i = 0; i < in.op->args.size(); i++) stack.push_back(argument(trace->args[in.args + i], in, slot));
+    for (size_t i = 0; i < in.op->args.size(); i++) stack.push_back(argument(source->args[in.args + i], in, slot));
     {
       // Threads that meet for a few microseconds of work wait longer for one another than they gain. Asking how many there are
       // sets up this thread's count, too.
@@ -146,7 +146,7 @@ struct Runner {
     for (size_t r = 0; r < stack.size(); r++) {
       const int arg = in.op->return_alias[r];
       if (arg < 0 || !is_tensor(stack[r]) || !stack[r].toTensor().is_conj()) continue;
-      if (trace->operands[trace->args[in.args + arg].first].conj) continue;
+      if (source->operands[source->args[in.args + arg].first].conj) continue;
       stack[r].toTensor()._set_conj(false);
       stack[r].toTensor().conj_physical_();
     }
@@ -195,8 +195,7 @@ struct Runner {
     if (ranges.back()->isActive()) ranges.back()->before(mark.name);
   }
   void run(const Program::Python& step, int32_t) {
-    std::vector<std::optional<at::Tensor>> bytes(slots.size());
-    std::vector<c10::Scalar> numbers;
+    std::vector<std::optional<at::Tensor>> bytes(slots.size()); std::vector<c10::Scalar> numbers;
     for (auto s : step.slots) if (slots[s]) bytes[s] = bytes_of(slots[s]);
     for (const auto& v : trace->scalars) numbers.push_back(v.toScalar());
     if (auto made = step.run(bytes, numbers)) slots[step.slots.back()] = made->storage();
