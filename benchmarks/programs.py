@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import reading_programs  # noqa: F401  (its programs join the table)
 from benchmarks.common import Budget, add_limits, fresh_caches, hand_in, in_process, save, spread, table
 from benchmarks.loop import parts, settings_of
 from benchmarks.profiling import gpu_kernels, peak_on_gpu
