@@ -1,7 +1,7 @@
-"""cuDNN's fused convolutions, in steps where cuDNN has no engine for a size. Imports torch only.
+"""cuDNN's fused convolutions, in steps where cuDNN has no engine for a size. Imports torch and `ir_nodes` only.
 
 Which sizes, layouts and types cuDNN can do in one kernel it tells only when it is asked to; `barriers.passes.conv_bias` keeps to
-those that it is known for.
+those that it is known for. A GPU is asked when a program is compiled, which finds the kernel that its steps will take, too.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from ir_nodes import Layout, Node, call, ops
+from ir_nodes.node import Operand, leaves
 
 NO_ENGINE = "unable to find an engine"
 """What PyTorch says then."""
@@ -47,3 +50,31 @@ def or_apart(target: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return APART[target](*args, **named)
 
     return run
+
+
+_whole: dict[tuple[Any, ...], bool] = {}
+
+
+def is_one_call(node: Node) -> bool:
+    """Does cuDNN do all of ``node``, a fused convolution, in one call, as far as it can be asked here? Asked once for each op,
+    layouts, constants and switches, of operands that hold anything; any error is a no."""
+    seen = tuple(leaf.layout if isinstance(leaf, Operand) else leaf for arg in node.args for leaf in leaves(arg))
+    switches = torch.backends.cudnn
+    key = (node.target, seen, switches.allow_tf32, switches.benchmark, switches.deterministic)
+    if key not in _whole:
+        _whole[key] = torch.cuda.is_available() and runs(node)
+    return _whole[key]
+
+
+def runs(node: Node) -> bool:
+    def scratch(place: Operand) -> Tensor:
+        layout: Layout = place.layout
+        return torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device="cuda")
+
+    try:
+        given, named = call.arguments(node, call.Fill(scratch, scratch, lambda number: 1.0, None))  # type: ignore[arg-type]
+        with torch.no_grad():
+            ops.overload(node.target)(*given, **named)
+    except RuntimeError:
+        return False
+    return True

@@ -8,7 +8,7 @@ from typing import Any, Callable
 import torch
 
 from codegen.cuda_graph import blocked_call, scalars
-from codegen.cudnn import APART, or_apart
+from codegen.cudnn import APART, is_one_call, or_apart
 from codegen.executable import Chosen, Emit, Placed, Program
 from codegen.step_use import node_use
 from codegen.threads import small
@@ -36,9 +36,9 @@ def emit_call(node: Node) -> Emit:
 def emit_own(node: Node) -> Emit:
     """An op that the compiler chose, such as zeros for `codegen.pad_products`. The native core calls it if all that it takes can
     be told beforehand; else Python does."""
-    given = given_arguments(node)
-    if given is None:
+    if needs_python(node):
         return emit_python(node, or_apart(node.target, ops.overload(node.target)))
+    given = given_arguments(node) or []
     (slots, layouts), results, alone = operand_slots(node), len(node.returns), small(node)
 
     def add(program: Program) -> None:
@@ -49,14 +49,13 @@ def emit_own(node: Node) -> Emit:
 
 def needs_python(node: Node) -> bool:
     """Can only Python call it?"""
-    return not node.as_recorded and given_arguments(node) is None
+    return not node.as_recorded and (given_arguments(node) is None or node.target in APART and not is_one_call(node))
 
 
 def given_arguments(node: Node) -> list[Any] | None:
     """What the native core is told of each argument of an op that was not recorded: for tensors how many slots they take, else
-    the constant. None where it can't call it: an op that is Python's or may be several, numbers of the recording, views that
-    PyTorch resolves, results that lie otherwise than the op leaves them."""
-    if not node.target.startswith("aten::") or node.target in APART or tuple(scalars([node])):
+    the constant. None where it can't call it: an op that is Python's, numbers of the recording, views that PyTorch resolves."""
+    if not node.target.startswith("aten::") or tuple(scalars([node])):
         return None
     if any(place.layout.flipped for place in (*node.reads, *node.writes)):
         return None

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from codegen import cudnn
+from codegen.extern import needs_python
+from ir_nodes import BufferKind, Layout, Node, Operand, Value
+from ir_nodes.node import Buffer
 from tests.cudnn_ops import with_relu, with_sum
 
 SIZES: tuple[Any, ...] = ([1, 1], [1, 1], [1, 1], 1)
@@ -41,3 +45,38 @@ def test_other_errors_and_other_ops_stay_as_they_are() -> None:
     with pytest.raises(RuntimeError, match="illegal memory"):
         cudnn.or_apart("aten::cudnn_convolution_relu", fails)()
     assert cudnn.or_apart("aten::zeros", fails) is fails
+
+
+X, WEIGHT, BIAS = (Operand(Value(Buffer(index, 1024, BufferKind.FRESH, False), 1), Layout.contiguous(torch.float32, size))
+                   for index, size in enumerate([(2, 4, 8, 8), (4, 4, 3, 3), (4,)]))  # fmt: skip
+CALL = Node(0, "aten::cudnn_convolution_relu", (X, WEIGHT, BIAS, (1, 1), (1, 1), (1, 1), 1), (X, WEIGHT, BIAS), (), changed=True)
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_a_gpu_is_asked_once_for_each_shape_whether_it_is_one_call(answer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Node] = []
+    monkeypatch.setattr(cudnn, "_whole", {})
+    monkeypatch.setattr(cudnn, "runs", lambda node: asked.append(node) or answer)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    wider = replace(X, layout=Layout.contiguous(torch.float32, (2, 4, 8, 9)))
+    for args in (CALL.args, CALL.args, (wider, *CALL.args[1:]), (*CALL.args[:4], (0, 0), *CALL.args[5:])):
+        assert needs_python(replace(CALL, args=args)) is not answer
+    assert len(asked) == 3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks a machine without a GPU")
+def test_without_a_gpu_it_may_be_several() -> None:
+    assert needs_python(CALL) and not cudnn.runs(CALL)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="asks cuDNN")
+def test_cudnn_says_what_it_can() -> None:
+    def laid(operand: Operand, dtype: torch.dtype = torch.bfloat16) -> Operand:
+        stride = torch.empty(operand.layout.size).to(memory_format=torch.channels_last).stride()
+        return replace(operand, layout=replace(operand.layout, dtype=dtype, stride=stride))
+
+    row = replace(BIAS, layout=replace(BIAS.layout, dtype=torch.bfloat16))
+    x, weight = (replace(one, layout=Layout.contiguous(torch.bfloat16, (size[0], 16, *size[2:])))
+                 for one, size in ((X, (2, 4, 8, 8)), (WEIGHT, (4, 4, 3, 3))))  # fmt: skip
+    assert not needs_python(replace(CALL, args=(laid(x), laid(weight), row, *CALL.args[3:])))
+    assert needs_python(replace(CALL, args=(laid(x), laid(x), row, *CALL.args[3:])))  # an error is a no
