@@ -66,7 +66,7 @@ def test_a_gpu_is_asked_once_for_each_shape_whether_it_is_one_call(answer: bool,
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks a machine without a GPU")
 def test_without_a_gpu_it_may_be_several() -> None:
-    assert needs_python(CALL) and not cudnn.runs(CALL)
+    assert needs_python(CALL)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="asks cuDNN")
