@@ -55,15 +55,15 @@ def or_apart(target: str, function: Callable[..., Any]) -> Callable[..., Any]:
 _whole: dict[tuple[Any, ...], bool] = {}
 
 
-def is_one_call(node: Node) -> bool:
-    """Does cuDNN do all of ``node``, a fused convolution, in one call, as far as it can be asked here? Asked once for each op,
-    layouts, constants and switches, of operands that hold anything; any error is a no."""
+def is_one_call(node: Node, ask: bool = True) -> bool:
+    """Does cuDNN do all of ``node``, a fused convolution, in one call, as far as is known? The current GPU is asked once for each
+    op, layouts, constants and switches, with operands that hold anything, unless not to ``ask``; any error is a no."""
     seen = tuple(leaf.layout if isinstance(leaf, Operand) else leaf for arg in node.args for leaf in leaves(arg))
     switches = torch.backends.cudnn
     key = (node.target, seen, switches.allow_tf32, switches.benchmark, switches.deterministic)
-    if key not in _whole:
+    if ask and key not in _whole:
         _whole[key] = torch.cuda.is_available() and runs(node)
-    return _whole[key]
+    return _whole.get(key, False)
 
 
 def runs(node: Node) -> bool:

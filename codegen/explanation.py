@@ -143,7 +143,7 @@ class Facts:
             by = "ATen" if step.algorithm is None else f"cuBLASLt's suggestion {step.algorithm.number}"
             return StepFacts(step.node.target, (step.node,), read, sum(write.layout.nbytes for write in step.node.writes),
                              alone.nbytes, alone.seconds, step.reason, by,
-                             step.algorithm is not None or needs_python(step.node))
+                             step.algorithm is not None or needs_python(step.node, ask=False))
         rates = self.rates
         read, written = (sum(map(step.bytes_of, values)) for values in (step.reads, step.writes))
         made = {value for value in (*step.writes, *step.elided) if isinstance(value, Value)}

@@ -47,9 +47,9 @@ def emit_own(node: Node) -> Emit:
     return Emit(node_use(node), written_buffers(node), add, (node,), blocked_call(node))
 
 
-def needs_python(node: Node) -> bool:
-    """Can only Python call it?"""
-    return not node.as_recorded and (given_arguments(node) is None or node.target in APART and not is_one_call(node))
+def needs_python(node: Node, ask: bool = True) -> bool:
+    """Can only Python call it, as far as is known? ``ask``: a GPU may be asked, too."""
+    return not node.as_recorded and (given_arguments(node) is None or node.target in APART and not is_one_call(node, ask))
 
 
 def given_arguments(node: Node) -> list[Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Callable
 
@@ -67,6 +68,11 @@ def device_count() -> int:
 def physical_device(index: int) -> torch.device:
     """What the device's ``index`` runs on."""
     return torch.device("cuda", index) if physical_is_cuda() else torch.device("cpu")
+
+
+def on_physical(index: int) -> AbstractContextManager[object]:
+    """While it lasts, what PyTorch is asked to do on "cuda" runs on what the device's ``index`` runs on."""
+    return torch.cuda.device(index) if physical_is_cuda() else nullcontext()
 
 
 def get() -> ModuleType:

@@ -153,7 +153,8 @@ def plan_steps(graph: Graph, engine: str, device: int, numbers: Sequence[Any], l
     show = show_source if "kernels" in settings.current().debug else None
     context = context_of(device, show=show, numbers=numbers, lowered=lowered)
     try:
-        return with_kernels_that_can_be(graph, lambda: engines.engine(engine)(graph, context))
+        with core.on_physical(device):
+            return with_kernels_that_can_be(graph, lambda: engines.engine(engine)(graph, context))
     except Exception as error:  # a kernel that cannot be made must not cost the user the step
         if engine == "aten":
             raise
@@ -165,7 +166,8 @@ def plan_steps(graph: Graph, engine: str, device: int, numbers: Sequence[Any], l
             stacklevel=2,
         )
         back_to_rows(graph, graph.nodes)
-        return engines.engine("aten")(graph, context)
+        with core.on_physical(device):
+            return engines.engine("aten")(graph, context)
 
 
 def with_kernels_that_can_be(graph: Graph, make: Callable[[], Made]) -> Made:

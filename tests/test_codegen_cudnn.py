@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from codegen import cudnn
 from codegen.extern import needs_python
 from ir_nodes import BufferKind, Layout, Node, Operand, Value
 from ir_nodes.node import Buffer
+from lazy_backend import core
 from tests.cudnn_ops import with_relu, with_sum
 
 SIZES: tuple[Any, ...] = ([1, 1], [1, 1], [1, 1], 1)
@@ -62,6 +64,20 @@ def test_a_gpu_is_asked_once_for_each_shape_whether_it_is_one_call(answer: bool,
     for args in (CALL.args, CALL.args, (wider, *CALL.args[1:]), (*CALL.args[:4], (0, 0), *CALL.args[5:])):
         assert needs_python(replace(CALL, args=args)) is not answer
     assert len(asked) == 3
+
+
+def test_who_only_explains_asks_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn, "_whole", {})
+    monkeypatch.setattr(cudnn, "runs", lambda node: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert needs_python(CALL, ask=False) and not needs_python(CALL) and not needs_python(CALL, ask=False)
+
+
+def test_the_gpu_that_is_asked_is_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[int] = []
+    monkeypatch.setattr(core, "on_physical", lambda index: current.append(index) or contextlib.nullcontext())
+    x = torch.arange(17.0, device="lazysched")
+    assert (x * 3 - 1).sum().item() == 391 and current and set(current) == {0}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks a machine without a GPU")
