@@ -60,7 +60,8 @@ def is_one_call(node: Node, ask: bool = True) -> bool:
     op, layouts, constants and switches, with operands that hold anything, unless not to ``ask``; any error is a no."""
     seen = tuple(leaf.layout if isinstance(leaf, Operand) else leaf for arg in node.args for leaf in leaves(arg))
     switches = torch.backends.cudnn
-    key = (node.target, seen, switches.allow_tf32, switches.benchmark, switches.deterministic)
+    same = switches.deterministic or torch.are_deterministic_algorithms_enabled()
+    key = (node.target, seen, switches.allow_tf32, switches.benchmark, same)
     if ask and key not in _whole:
         _whole[key] = torch.cuda.is_available() and runs(node)
     return _whole.get(key, False)
