@@ -14,7 +14,7 @@ from codegen import extern
 from codegen.extern import given_arguments, needs_python
 from ir_nodes import BufferKind, Layout, Node, Operand, Value, Write, settings
 from ir_nodes.node import Buffer, ScalarInput, Target
-from lazy_backend import flush
+from lazy_backend import core, flush
 
 
 def value(index: int) -> Value:
@@ -115,3 +115,24 @@ def test_a_call_that_fails_names_the_line_of_the_op_that_it_stands_for(
     net = layers().to("lazysched")
     with torch.no_grad(), pytest.raises(RuntimeError, match=r"(?s)cannot be multiplied.*raised by aten::addmm.out, recorded at "):
         net(torch.randn(8, 16, device="lazysched")).cpu()
+
+
+@pytest.mark.parametrize("target, args", [
+    ("aten::sum.IntList_out", (LEFT, (0,), False, torch.float64, Target(0))),
+    ("aten::div.out_mode", (LEFT, RIGHT, "floor", Target(0))),
+    ("aten::gelu", (LEFT, "tanh")),
+    ("aten::full_like", (LEFT, 2.5, torch.bfloat16, torch.strided, torch.device("cpu"), None, torch.contiguous_format)),
+    ("aten::clamp.Tensor", (LEFT, None, RIGHT)),
+    ("aten::index_put_", (Target(0), (None, LEFT), RIGHT, True)),
+    ("aten::convolution_backward", (LEFT, RIGHT, LEFT, None, (1, 2), (0, 0), (1, 1), False, (0, 0), 1, (True, False, False))),
+    ("aten::linspace.out", (0, 1.5, 7, Target(0))),
+    ("aten::mul.Scalar", (LEFT, 2 + 3j)),
+], ids=lambda one: one if isinstance(one, str) else "")  # fmt: skip
+def test_the_native_core_takes_constants_of_every_kind(target: str, args: tuple[Any, ...]) -> None:
+    node = replace(RELU, target=target, args=args)
+    given = given_arguments(node)
+    assert given is not None and not needs_python(node)
+    program = core.get().Program()
+    program.own((target, given, 0), *extern.operand_slots(node), False, 7)
+    with pytest.raises((RuntimeError, TypeError)):
+        program.own((target, ["no such thing"] * len(given), 0), *extern.operand_slots(node), False, 7)
