@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from contextlib import ExitStack
+import threading
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Sequence
+from typing import Any, Iterator, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -64,6 +66,7 @@ def trace(run: Sequence[Node], stored: Sequence[Value], numbers: Sequence[Any], 
     tracer = _Tracer(run, stored, numbers, device)
     with ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
+        stack.enter_context(_refusals_untold())
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch._C._DisableAutocast())
         mode = stack.enter_context(FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True))
@@ -79,6 +82,21 @@ def trace(run: Sequence[Node], stored: Sequence[Value], numbers: Sequence[Any], 
         with mode:
             _keep_used(module, inputs, position, pack)
     return Traced(module, inputs, mode, tracer.places, tracer.floats, tracer.ints, tracer.constants)
+
+
+@contextmanager
+def _refusals_untold() -> Iterator[None]:
+    """Without the traceback that PyTorch logs where a Meta kernel does not take what ATen takes: `Untraceable` says why."""
+    log, mine = logging.getLogger("torch._subclasses.fake_tensor"), threading.get_ident()
+
+    def is_told(record: logging.LogRecord) -> bool:
+        return record.thread != mine or not record.getMessage().startswith("failed while attempting to run meta")
+
+    log.addFilter(is_told)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_told)
 
 
 def _example(layout: Layout, device: torch.device) -> Tensor:

@@ -3,6 +3,7 @@ their own, because a program in the cache keeps the engine that made it."""
 
 from __future__ import annotations
 
+import logging
 import random
 import tempfile
 import warnings
@@ -139,6 +140,22 @@ def test_a_list_whose_tensors_share_memory_is_left_to_aten() -> None:
 
     with pytest.raises(Untraceable, match="share memory"):
         check(program, torch.randn(3, 4))
+
+
+def test_what_a_meta_kernel_refuses_is_left_to_aten_without_a_log() -> None:
+    """ATen multiplies groups in float32 as well; the Meta kernel takes 16 bits only."""
+    told: list[logging.LogRecord] = []
+    log, handler = logging.getLogger("torch._subclasses.fake_tensor"), logging.Handler()
+    handler.emit = told.append  # type: ignore[method-assign]
+    log.addHandler(handler)
+    try:
+        with pytest.raises(Untraceable, match="BF16"):
+            check(torch._grouped_mm, torch.randn(8, 16), torch.randn(2, 16, 8), torch.tensor([3, 8], dtype=torch.int32))
+        assert not told
+        log.error("another matter")
+        assert [record.getMessage() for record in told] == ["another matter"]
+    finally:
+        log.removeHandler(handler)
 
 
 def test_numbers_that_only_a_constant_can_be_are_told() -> None:
