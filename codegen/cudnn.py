@@ -1,4 +1,4 @@
-"""cuDNN's fused convolutions, in steps where cuDNN has no engine for a size. Imports torch and `ir_nodes` only.
+"""cuDNN's fused convolutions, in steps where cuDNN has no engine for a size. Imports torch, `codegen.bench`, `ir_nodes`.
 
 Which sizes, layouts and types cuDNN can do in one kernel it tells only when it is asked to; `barriers.passes.conv_bias` keeps to
 those that it is known for. A GPU is asked when a program is compiled, which finds the kernel that its steps will take, too.
@@ -6,13 +6,15 @@ those that it is known for. A GPU is asked when a program is compiled, which fin
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ir_nodes import Layout, Node, call, ops
+from codegen.bench import aten_call
+from ir_nodes import Node, Value
 from ir_nodes.node import Operand, leaves
 
 NO_ENGINE = "unable to find an engine"
@@ -68,14 +70,14 @@ def is_one_call(node: Node, ask: bool = True) -> bool:
 
 
 def runs(node: Node) -> bool:
-    def scratch(place: Operand) -> Tensor:
-        layout: Layout = place.layout
-        return torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device="cuda")
+    """Does its call work, of operands in memory of their own? Any error is a no."""
+    @functools.cache
+    def memory(value: Value) -> Tensor:
+        return torch.empty(value.buffer.nbytes, dtype=torch.uint8, device="cuda")
 
     try:
-        given, named = call.arguments(node, call.Fill(scratch, scratch, lambda number: 1.0, None))  # type: ignore[arg-type]
         with torch.no_grad():
-            ops.overload(node.target)(*given, **named)
+            aten_call(node, memory)()
     except RuntimeError:
         return False
     return True

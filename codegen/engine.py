@@ -1,4 +1,4 @@
-"""What a back end is, and the aten one. Imports `ir_nodes`, `codegen.executable` and `codegen.lowered` only."""
+"""What a back end is, and the aten one. Imports `ir_nodes`, `codegen.executable`, `codegen.extern` and `codegen.lowered` only."""
 
 from __future__ import annotations
 

@@ -36,9 +36,9 @@ def emit_call(node: Node) -> Emit:
 def emit_own(node: Node) -> Emit:
     """An op that the compiler chose, such as zeros for `codegen.pad_products`. The native core calls it if all that it takes can
     be told beforehand; else Python does."""
-    if needs_python(node):
+    given = given_arguments(node)
+    if given is None:
         return emit_python(node, or_apart(node.target, ops.overload(node.target)))
-    given = given_arguments(node) or []
     (slots, layouts), results, alone = operand_slots(node), len(node.returns), small(node)
 
     def add(program: Program) -> None:
@@ -49,15 +49,16 @@ def emit_own(node: Node) -> Emit:
 
 def needs_python(node: Node, ask: bool = True) -> bool:
     """Can only Python call it, as far as is known? ``ask``: a GPU may be asked, too."""
-    return not node.as_recorded and (given_arguments(node) is None or node.target in APART and not is_one_call(node, ask))
+    return not node.as_recorded and given_arguments(node, ask) is None
 
 
-def given_arguments(node: Node) -> list[Any] | None:
+def given_arguments(node: Node, ask: bool = True) -> list[Any] | None:
     """What the native core is told of each argument of an op that was not recorded: for tensors how many slots they take, else
-    the constant. None where it can't call it: an op that is Python's, numbers of the recording, views that PyTorch resolves."""
+    the constant. None where it can't call it: an op that is Python's, or several calls as far as is known, numbers of the
+    recording, views that PyTorch resolves. ``ask``: a GPU may be asked, too."""
     if not node.target.startswith("aten::") or tuple(scalars([node])):
         return None
-    if any(place.layout.flipped for place in (*node.reads, *node.writes)):
+    if any(place.layout.flipped for place in (*node.reads, *node.writes)) or node.target in APART and not is_one_call(node, ask):
         return None
     given: list[Any] = []
     for position, (spec, arg) in enumerate(zip(ops.schema(node.target).arguments, node.args)):

@@ -89,7 +89,8 @@ def compiled(native: ModuleType, recording: Recording, device: int, optional: bo
         part(graph, seen)
     if orders.measuring():
         part_segments(graph)
-    steps, temporaries = plan_steps(graph, engine_name(), device, recording.scalars(), lowered)
+    with core.on_physical(device):
+        steps, temporaries = plan_steps(graph, engine_name(), device, recording.scalars(), lowered)
     for stepper in steppers:
         steps = stepper(graph, steps, device)
     report = orders.report(ordered)
@@ -153,8 +154,7 @@ def plan_steps(graph: Graph, engine: str, device: int, numbers: Sequence[Any], l
     show = show_source if "kernels" in settings.current().debug else None
     context = context_of(device, show=show, numbers=numbers, lowered=lowered)
     try:
-        with core.on_physical(device):
-            return with_kernels_that_can_be(graph, lambda: engines.engine(engine)(graph, context))
+        return with_kernels_that_can_be(graph, lambda: engines.engine(engine)(graph, context))
     except Exception as error:  # a kernel that cannot be made must not cost the user the step
         if engine == "aten":
             raise
@@ -166,8 +166,7 @@ def plan_steps(graph: Graph, engine: str, device: int, numbers: Sequence[Any], l
             stacklevel=2,
         )
         back_to_rows(graph, graph.nodes)
-        with core.on_physical(device):
-            return engines.engine("aten")(graph, context)
+        return engines.engine("aten")(graph, context)
 
 
 def with_kernels_that_can_be(graph: Graph, make: Callable[[], Made]) -> Made:

@@ -5,8 +5,8 @@ more. Where input and weight are channels_last, cuDNN adds a bias and a residual
 as fast as it convolves; in other layouts it is slower at that than two kernels. There, and where something else than a ReLU reads
 the sum, the addition becomes an op of its own, which shares a kernel with what reads it.
 
-Python calls cuDNN's fused ops, for which others may have to stand in (`codegen.cudnn`): once, where a CUDA graph captures them,
-else in every step. A convolution that only loses its bias is still the recorded call.
+Where cuDNN has no engine for one of its fused ops, Python calls others in its place (`codegen.cudnn`): once, where a CUDA graph
+captures them, else in every step. A convolution that only loses its bias is still the recorded call.
 """
 
 from __future__ import annotations
