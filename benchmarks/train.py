@@ -30,6 +30,7 @@ from benchmarks.plot import draw
 from benchmarks.profiling import Kernel, by_kind, gpu_kernels, listing, peak_on_gpu
 
 READ = 8  # steps of a block whose losses are read
+SETTLE = 16  # such steps that are not timed: a loop that begins to read is compiled anew for that
 CONTESTANTS = ("eager", "eager+fused", "compile", "compile+fused", "compile+opt", "reduce-overhead+fused", "reduce-overhead+opt",
                "max-autotune+fused", "max-autotune+opt", "lazysched")
 PRESETS: dict[str, dict[str, Any]] = {
@@ -59,7 +60,7 @@ def child(contestant: str, options: argparse.Namespace) -> None:
         torch.cuda.reset_peak_memory_stats()
     times = [loop.seconds(options.steps) / options.steps for _ in range(options.blocks)]
     peak = peak_on_gpu() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    loop.seconds(options.warm_up, read=True)
+    loop.seconds(SETTLE, read=True)
     reading = [loop.seconds(READ, read=True) / READ for _ in range(options.blocks)]
     loop.seconds(options.warm_up)
     hand_in({

@@ -47,6 +47,7 @@ class Item:
 
     steps: list[int]
     stage: int
+    chapter: int
     level: int = 0
     low: int = 0
     high: int = 1
@@ -88,20 +89,22 @@ def combine(plan: Plan) -> Plan:
 
 
 def same_kernel(item: "Item") -> Hashable | None:
-    return (item.stage, *item.kernels) if item.kernels else None
+    return (item.stage, item.chapter, *item.kernels) if item.kernels else None
 
 
 def same_source(item: "Item") -> Hashable | None:
     """Kernels that differ in nothing but which arguments are known to be multiples of 16."""
-    return (item.stage, *(key[1:3] + key[4:] for key in item.kernels)) if item.kernels else None
+    return (item.stage, item.chapter, *(key[1:3] + key[4:] for key in item.kernels)) if item.kernels else None
 
 
 def tiny(item: "Item") -> Hashable | None:
-    return item.stage if item.kernels and item.nbytes <= TINY * len(item.steps) else None
+    return (item.stage, item.chapter) if item.kernels and item.nbytes <= TINY * len(item.steps) else None
 
 
-def stage_of(step: Step) -> int:
-    return step.node.stage if isinstance(step, ExternStep) else step.nodes[0].stage
+def place_of(step: Step) -> tuple[int, int]:
+    """Its stage, and the last of its nodes' chapters."""
+    nodes = (step.node,) if isinstance(step, ExternStep) else step.nodes
+    return nodes[0].stage, max(node.chapter for node in nodes)
 
 
 def touched(step: Step) -> tuple[list[Held], list[Held]]:
@@ -122,7 +125,7 @@ def moved(step: Step, value: Held) -> int:
 
 def items_of(plan: Plan) -> list[Item]:
     """One item for each step, with its level and where it could run."""
-    items = [Item([index], stage_of(step), ready=-1, due=len(plan.steps)) for index, step in enumerate(plan.steps)]
+    items = [Item([index], *place_of(step), ready=-1, due=len(plan.steps)) for index, step in enumerate(plan.steps)]
     for index, (item, needs) in enumerate(zip(items, plan.needs)):
         for need in needs:
             item.before.append(items[need])

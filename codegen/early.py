@@ -10,6 +10,7 @@ Python, no collective that others would wait for.
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 from typing import Iterable, Mapping, Protocol, Sequence
 
@@ -20,8 +21,9 @@ from ir_nodes import BufferKind, Graph, Node
 from ir_nodes.estimate import CUDA, cost
 from ir_nodes.node import Buffer
 
-CUTS = 8
-"""Places at which a recording is looked at. At each it is copied, which takes some tens of microseconds."""
+PLACES = 1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1.0
+"""Where a recording is looked at. At each place what is recorded is copied, which takes some tens of microseconds of a long
+recording; the device waits until the first. Between them lie its chapters."""
 WORTH, LEAST = 15e-6, 2e-3
 """Seconds that steps which begin early should take on the device at least, on average and together: launches one by one, instead
 of in a CUDA graph, take the host some microseconds each."""
@@ -47,12 +49,14 @@ class Step(cuda_graph.Step, Protocol):
 class Known:
     """How many ops are recorded when each buffer, and each number, has been seen. ``late``: so many when the first input is
     updated behind the first op of backward; NEVER: none is, or nothing is to be apart. ``always``: cuts are made even where
-    starting early can't pay, for tests."""
+    starting early can't pay, for tests. ``waits``: does somebody wait for the device at every step, as far as is known? None: it
+    does not matter."""
 
     buffers: Mapping[int, int]
     numbers: Mapping[int, int]
     late: int
     always: bool = False
+    waits: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +70,13 @@ class Cut:
     guessed: tuple[int, ...] = ()
 
 
-def known(graph: Graph, always: bool, backward: int) -> Known:
-    """``graph``: as recorded, before any pass; ``backward``: the first op that autograd recorded, NEVER to leave updates where
-    they are."""
+FIRST = Cut(1, ())
+"""There the core looks whether somebody has waited for the device since the last recording."""
+
+
+def known(graph: Graph, always: bool, backward: int = NEVER, waits: bool | None = None) -> Known:
+    """``graph``: as recorded, before any pass; ``backward``: the first op that autograd recorded, if any; ``waits``: see `Known`.
+    Where it is not true nothing is apart."""
     buffers: dict[int, int] = {}
     numbers: dict[int, int] = {}
     late = min((node.instr for node in graph.nodes if node.instr > backward and updates(node)), default=NEVER)
@@ -77,7 +85,7 @@ def known(graph: Graph, always: bool, backward: int) -> Known:
             buffers.setdefault(value.buffer.index, node.instr + 1)
         for number in scalars([node]):
             numbers.setdefault(number, node.instr + 1)
-    return Known(buffers, numbers, late, always)
+    return Known(buffers, numbers, late if waits else NEVER, always, waits)
 
 
 def updates(node: Node) -> bool:
@@ -87,9 +95,15 @@ def updates(node: Node) -> bool:
 
 def part(graph: Graph, seen: Known) -> None:
     """A later stage for what can't begin while the recording is made, so that nothing which can shares a kernel with it and
-    waits: backward of a bias, for the update of its moments, of which the host says last where they are. Not where all that runs
-    takes less than what begins early has to."""
-    if seen.late == NEVER or not seen.always and sum(cost(node, CUDA).seconds for node in graph.nodes) < LEAST:
+    waits: backward of a bias, for the update of its moments, of which the host says last where they are. And chapters, so that
+    no launch waits for a small part of it that is recorded much later: casts of a model's weights, each of which autocast
+    records where it is used. Not where all that runs takes less than what begins early has to."""
+    if not seen.waits or not seen.always and sum(cost(node, CUDA).seconds for node in graph.nodes) < LEAST:
+        return
+    last = min(seen.late, max((node.instr for node in graph.nodes), default=0))
+    for node in graph.nodes:
+        node.chapter = bisect.bisect(PLACES, node.instr / last) if last else 0
+    if seen.late == NEVER:
         return
     late: set[Buffer] = set()  # what such nodes read or write
     written: set[Buffer] = set()  # what they write
@@ -108,11 +122,20 @@ def part(graph: Graph, seen: Known) -> None:
 
 NOTHING = "all it runs waits for what is recorded last, or can't be taken back"
 LITTLE_TIME = "what could begin early takes the GPU no longer than its launches take the host"
+UNDECIDED = "; compiled anew should its loop wait for the device"
 LITTLE_SHARE = "most of its time is in steps that wait for what is recorded last, or can't be taken back"
 
 
 def cuts(steps: Sequence[Step], plan: MemoryPlan, graph: Graph, seen: Known) -> tuple[list[Cut], str]:
-    """The cuts at which ``steps`` may begin; none where too little could, and then why."""
+    """The cuts at which ``steps`` may begin, and why there are none where too little could. The first alone where more may if it
+    is compiled for a loop that waits for the device, which the core has done should this one turn out to be one."""
+    found, why = found_cuts(steps, plan, graph, seen)
+    if why and seen.waits is False and seconds(steps, graph) >= LEAST:
+        return [FIRST], why + UNDECIDED
+    return found, why
+
+
+def found_cuts(steps: Sequence[Step], plan: MemoryPlan, graph: Graph, seen: Known) -> tuple[list[Cut], str]:
     last = max((node.instr + 1 for step in steps for node in step.nodes), default=0) * LATE
     when = earliest(steps, plan, graph, seen)
     able = [index for index, at in enumerate(when) if at <= last]
@@ -125,7 +148,7 @@ def cuts(steps: Sequence[Step], plan: MemoryPlan, graph: Graph, seen: Known) -> 
     places = chosen(sorted({when[index] for index in able}))
     for index in able:
         found.setdefault(max(2, next(place for place in places if place >= when[index])), []).append(index)
-    out, inputs = [Cut(1, ())], set(plan.inputs)  # at the first op the core looks whether somebody has waited for the device
+    out, inputs = [FIRST], set(plan.inputs)
     for ops in sorted(found):
         saves = dict.fromkeys(slot for index in found[ops] for slot in slots_of(steps[index], plan, graph)[1] if slot in inputs)
         out.append(Cut(ops, tuple(found[ops]), tuple(saves), guessed(steps, found[ops], ops, seen)))
@@ -139,10 +162,9 @@ def guessed(steps: Sequence[Step], which: Sequence[int], ops: int, seen: Known) 
 
 
 def chosen(places: Sequence[int]) -> list[int]:
-    """At most CUTS of ``places``, about as far from one another, the last among them."""
+    """Those of ``places``, which rise, that lie at PLACES or the closest before them: the first and the last are among them."""
     low, high = places[0], places[-1]
-    ends = [low + (high - low) * part // (CUTS - 1) for part in range(CUTS)]
-    return sorted({max(place for place in places if place <= end) for end in ends})
+    return sorted({max(place for place in places if place <= low + (high - low) * part) for part in (0.0, *PLACES)})
 
 
 def earliest(steps: Sequence[Step], plan: MemoryPlan, graph: Graph, seen: Known) -> list[int]:

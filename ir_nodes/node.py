@@ -166,6 +166,7 @@ class Node:
     changed: bool = False  # its op is the compiler's, in place of the recorded one
     left_out: tuple[int, ...] = ()  # arguments that the recorded op had a tensor for and the compiler's has None
     stage: int = 0  # nodes of different stages keep their order and share no kernel
+    chapter: int = 0  # kernels of different chapters share no launch
     again: bool = False  # computes once more what another node has computed, for the nodes that follow it only
     twin: Node | None = field(default=None, repr=False)  # then the other node
     joins: Node | None = field(default=None, repr=False)  # so it does, but in this node's kernel, which reads what that takes

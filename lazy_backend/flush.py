@@ -120,10 +120,11 @@ def seen_when(graph: Graph, native: ModuleType, recording: Recording, device: in
     chosen = settings.current().start_early
     if chosen == "never" or (chosen == "auto" and not on_gpu()):
         return None
-    always, backward = chosen == "always", NEVER
-    if settings.enabled("early_kernels") and (always or recording.needed or native.waited(device)):
-        backward = next((index for index, (*_, node, _) in enumerate(recording.instrs()) if node >= 0), NEVER)
-    return known(graph, always, backward)
+    always = chosen == "always"
+    if not settings.enabled("early_kernels"):
+        return known(graph, always)
+    backward = next((index for index, (*_, node, _) in enumerate(recording.instrs()) if node >= 0), NEVER)
+    return known(graph, always, backward, always or bool(recording.needed) or native.waited(device))
 
 
 def replays() -> bool:

@@ -10,6 +10,7 @@ from torch import nn
 
 import lazy_backend
 from codegen import early
+from codegen.combo import combine
 from codegen.fuse import plan
 from codegen.kernel import KernelStep, Plan
 from ir_nodes import Graph, Node, settings
@@ -31,8 +32,12 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Graph]]:
     monkeypatch.setattr(flush, "on_gpu", lambda: True)
     monkeypatch.setattr(flush, "facts", lambda: (False, False, False))
     monkeypatch.setattr(early, "LEAST", 0.0)
+    monkeypatch.setattr(early, "WORTH", 0.0)
     with settings.override(engine="aten", start_early="auto", auto_barrier=False):
         core.configure(core.get())
+        torch.ones(1, device=DEVICE).neg_()
+        lazy_backend.mark_step()  # whether somebody waited before this test does not matter any more
+        found.clear()
         yield found
     core.configure(core.get())
 
@@ -57,6 +62,11 @@ def mixed(made: Plan, late: set[Node]) -> list[KernelStep]:
     return [step for step in kernels if 0 < len(late.intersection(step.nodes)) < len(step.nodes)]
 
 
+def chapters(made: Plan) -> list[set[int]]:
+    """Of each kernel and each shared launch, those that its nodes lie in."""
+    return [{node.chapter for node in step.nodes} for step in made.steps if isinstance(step, KernelStep)]
+
+
 def updates(graph: Graph) -> set[Node]:
     """The optimizer's."""
     return {node for node in graph.nodes if node.name.startswith("_foreach") and node.name != "_foreach_zero_"}
@@ -72,6 +82,83 @@ def test_backward_shares_no_kernel_with_updates_where_losses_are_read(compiled: 
     for node in graph.nodes:
         node.stage = 0
     assert mixed(plan(graph), late), "without stages, none would have waited anyhow"
+
+
+def cast(reads: bool, width: int) -> None:
+    """Three steps of layers whose weights autocast casts, each where it is used."""
+    model = nn.Sequential(*[nn.Linear(width, width) for _ in range(12)]).to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    batch = torch.randn(64, width).to(DEVICE)
+    for _ in range(3):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            loss = model(batch).float().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        loss.item() if reads else lazy_backend.mark_step()
+
+
+def test_no_launch_waits_for_what_is_recorded_much_later_where_losses_are_read(compiled: list[Graph]) -> None:
+    cast(True, 32)
+    graph = compiled[-1]
+    assert max(node.chapter for node in graph.nodes) > 6
+    assert max(map(len, chapters(combine(plan(graph))))) <= max(map(len, chapters(plan(graph))))
+    known, before = [node.chapter for node in graph.nodes], len(combine(plan(graph)).steps)
+    for node in graph.nodes:
+        node.chapter = 0
+    together = combine(plan(graph))
+    assert len(together.steps) < before
+    for node, chapter in zip(graph.nodes, known):
+        node.chapter = chapter
+    assert max(map(len, chapters(together))) > 4, "without chapters they would share launches"
+
+
+def test_a_recording_has_one_chapter_where_nobody_waits(compiled: list[Graph]) -> None:
+    cast(False, 33)
+    assert not any(node.chapter for node in compiled[-1].nodes)
+
+
+def test_a_loop_that_begins_to_wait_is_compiled_anew_once(compiled: list[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(16, 16).to(DEVICE).requires_grad_()
+    optimizer = torch.optim.SGD([weight], lr=1e-2)
+    losses, begun = [], []
+
+    def steps(count: int, reads: bool) -> int:
+        before = len(compiled)
+        for _ in range(count):
+            loss = (weight @ weight).tanh().square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            lazy_backend.mark_step()
+            losses.append(loss.item() if reads else loss.detach())
+            begun.append(lazy_backend.stats()["early_starts"])
+        return len(compiled) - before
+
+    monkeypatch.setattr(early, "SHARE", 2.0)  # so that it begins nothing as it is compiled first
+    steps(4, reads=False)
+    assert steps(40, reads=False) == 0
+    monkeypatch.setattr(early, "SHARE", 0.0)
+    assert steps(3, reads=True) == 0, "two reads in a row do not make a loop that waits"
+    assert steps(2, reads=False) == 0 and steps(30, reads=True) == 1
+    assert any(node.stage for node in compiled[-1].nodes) and begun[-1] > begun[-8] > begun[-20]
+    expected = torch.tensor([float(loss) for loss in losses])
+    assert expected.isfinite().all() and (expected.diff() < 0).all()
+
+
+def test_a_loop_is_not_compiled_again_and_again(compiled: list[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing may begin early in any case, or nothing is to be apart."""
+    monkeypatch.setattr(early, "SHARE", 2.0)
+    x = torch.randn(16, 16).to(DEVICE)
+    for disabled, most in ((frozenset(), 2), (frozenset({"early_kernels"}), 1)):
+        with settings.override(disable=disabled):
+            before = len(compiled)
+            for step in range(60):
+                total = (x @ x).tanh().sum()
+                lazy_backend.mark_step()
+                if step > 2:
+                    total.item()
+        assert len(compiled) - before == most, (disabled, len(compiled) - before)
 
 
 def test_updates_stay_in_the_kernels_of_gradients_where_nobody_waits(compiled: list[Graph]) -> None:

@@ -1,5 +1,6 @@
 // Ends a recording: finds the program for its key or has Python compile one, runs it, hands out the results.
 #include "runner.h"
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/lazy/core/metrics.h>
 
@@ -76,11 +77,12 @@ void Recorder::hold_back(Trace& trace) {
 
 // Begins what the recording is likely to become while the host goes on recording, where the device would wait for it. That writes
 // no memory that was there before: it is dropped if the recording becomes another one. A thread of its own launches it, as that
-// takes about as long as recording does.
+// takes about as long as recording does. A program with the first cut alone was compiled before anybody waited for its loop: it
+// is compiled anew for that.
+constexpr int kSurelyWaits = 8;
 void Recorder::start_early() {
   GilRelease nogil; std::lock_guard<std::mutex> flushing(flush_mutex);
-  auto& [program, before, runner, number] = head_;
-  if (!program || number == program->cuts.size()) return;
+  auto& [program, before, runner, number] = head_; if (!program || number == program->cuts.size()) return;
   const auto& cut = program->cuts[number++];
   std::shared_ptr<Trace> recorded;
   {
@@ -88,10 +90,14 @@ void Recorder::start_early() {
     const bool apart = runner && runner->stream != current_stream(index);  // autograd's threads may have another
     if (apart || trace_->instrs.size() < cut.ops || !(trace_->instrs[cut.ops - 1].so_far == cut.hash)) return;
     if (!runner && (program->idle = waited ? program->idle + 1 : std::min(program->idle, 0)) < limits.idle) return;
+    if (program->cuts.size() == 1 && program->idle < kSurelyWaits) return;
     recorded = std::make_shared<Trace>(*trace_);
     if (number < program->cuts.size()) cut_ops_ = program->cuts[number].ops;
   }
-  if (!runner) for (auto& g : program->graphs) g.exec = nullptr, g.launch = nullptr, g.made = nullptr, g.home = nullptr;  // for their memory
+  bool had = false;  // graphs, whose memory would lie idle beside what is taken now
+  if (!runner) for (auto& g : program->graphs) had |= !!g.exec, g.exec = nullptr, g.launch = nullptr, g.made = nullptr, g.home = nullptr;
+  if (had) c10::getDeviceAllocator(physical_type())->emptyCache();
+  if (program->cuts.size() == 1) return void(program->stale = true);
   if (!runner) runner = std::make_shared<Runner>(*program, index);
   if (!launcher) launcher = new c10::ThreadPool(1), std::atexit([] { for (auto& r : recorders()) if (r->launcher) r->launcher->waitWorkComplete(); });
   const auto stream = c10::impl::VirtualGuardImpl(physical_type()).getStream(physical_device(index));
@@ -166,18 +172,13 @@ void Recorder::flush_locked(const char* kind, const std::string& reason, Site si
     if (logger) (*logger)(kind, reason, describe_site(site), ops, milliseconds, hit, order);
   };
   if (!trace) return log(0, 0, false, -1);
-  stats[kFlushes]++;
-  const auto start = std::chrono::steady_clock::now();
-  const size_t ops = trace->instrs.size();
-  bool hit = false; int32_t failed = -1; int64_t order = -1;
-  std::exception_ptr error; std::string message; ProgramPtr program;
+  stats[kFlushes]++; const auto start = std::chrono::steady_clock::now(); const size_t ops = trace->instrs.size();
+  bool hit = false; int32_t failed = -1; int64_t order = -1; std::exception_ptr error; std::string message; ProgramPtr program;
   try {
     hold_back(*trace);
-    program = find(*trace, hit);
-    order = program->order;
+    program = find(*trace, hit), order = program->order;
     for (int32_t b : program->kept) trace->live[b] = 1;
-    count(hit ? "CachedCompile" : "UncachedCompile");
-    stats[hit ? kHits : kCompiles]++;
+    count(hit ? "CachedCompile" : "UncachedCompile"), stats[hit ? kHits : kCompiles]++;
     program->run(*trace, index, failed, begun(program, *trace));
     stats[kNodesRun] += program->nodes, stats[kNodesDead] += program->dead, stats[kKernelsRun] += program->launches;
   } catch (c10::Error& e) {
