@@ -21,9 +21,10 @@ from ir_nodes import BufferKind, Graph, Node
 from ir_nodes.estimate import CUDA, cost
 from ir_nodes.node import Buffer
 
-PLACES = 1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1.0
-"""Where a recording is looked at. At each place what is recorded is copied, which takes some tens of microseconds of a long
-recording; the device waits until the first. Between them lie its chapters."""
+PLACES = 1 / 64, 1 / 32, 1 / 16, *(part / 16 for part in range(2, 8)), 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1.0
+"""Where a recording is looked at: often at first, when the device has nothing to do, and waits for each place until it falls
+behind. At each what is recorded is copied, which takes some tens of microseconds late in a long recording. Between them lie
+its chapters."""
 WORTH, LEAST = 15e-6, 2e-3
 """Seconds that steps which begin early should take on the device at least, on average and together: launches one by one, instead
 of in a CUDA graph, take the host some microseconds each."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from codegen import extern
-from codegen.extern import given_arguments, needs_python
+from codegen.extern import as_promised, given_arguments, needs_python
 from ir_nodes import BufferKind, Layout, Node, Operand, Value, Write, settings
 from ir_nodes.node import Buffer, ScalarInput, Target
 from lazy_backend import core, flush
@@ -136,3 +136,11 @@ def test_the_native_core_takes_constants_of_every_kind(target: str, args: tuple[
     program.own((target, given, 0), *extern.operand_slots(node), False, 7)
     with pytest.raises((RuntimeError, TypeError)):
         program.own((target, ["no such thing"] * len(given), 0), *extern.operand_slots(node), False, 7)
+
+
+def test_a_result_that_lies_otherwise_is_copied() -> None:
+    given = torch.randn(2, 3, 4, 5)
+    assert as_promised(given, Layout.contiguous(torch.float32, (2, 3, 4, 5))) is given
+    assert as_promised(given, Layout.contiguous(torch.float32, (120,))) is given
+    copied = as_promised(given, Layout(torch.float32, given.shape, given.to(memory_format=torch.channels_last).stride()))
+    assert copied.is_contiguous(memory_format=torch.channels_last) and torch.equal(copied, given)
