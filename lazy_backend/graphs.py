@@ -159,6 +159,7 @@ def launch(graph: torch.cuda.CUDAGraph, pool: Pool) -> None:
 def pool_of(key: tuple[int, int]) -> Pool:
     pool = _pools.get(key)
     if pool is None:
+        torch.cuda.empty_cache()  # else what ran so far would hold as much again while the first graph takes its memory
         handle = torch.cuda.graph_pool_handle()
         pool = _pools.setdefault(key, Pool(handle, nothing(handle)))
     return pool
