@@ -16,6 +16,7 @@ for _name in ("ir_nodes", "barriers", "codegen"):
 
 from barriers.policies import earliest, latest, min_peak_memory, overlap_communication, program_order
 from barriers.recorded import Before, Early, Late, Overlap, Recorded, RecordedSegment
+from lazy_backend import autocast as _autocast  # noqa: F401  (begins with the core)
 from lazy_backend import debug, factors, flush, graphs, infer, kernels, layouts, recurrent  # noqa: F401  (all but debug give the core what it calls)
 from lazy_backend import meta_kernels as _meta_kernels  # noqa: F401  (begins with the core)
 from lazy_backend import schedule_file as _schedule_file

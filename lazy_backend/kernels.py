@@ -47,18 +47,6 @@ def reshape_from_tensor(self: Tensor, shape: Tensor) -> Tensor:
     return self.reshape(shape.tolist())
 
 
-def banned_from_autocast(*args: Any, **kwargs: Any) -> Tensor:
-    """In CUDA's words."""
-    raise RuntimeError("torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast. Use "
-                       "binary_cross_entropy_with_logits or BCEWithLogitsLoss, which are safe.")
-
-
-def square_root_in_float32(self: Tensor) -> Tensor:
-    """CUDA's autocast list has it since PyTorch 2.15; the lists that C++ offers to other devices do not."""
-    with torch.autocast("lazysched", enabled=False):
-        return torch.ops.aten.linalg_matrix_sqrth(self.float() if self.dtype in (torch.float16, torch.bfloat16) else self)
-
-
 def lazy_clone(self: Tensor) -> Tensor:
     """Memory is shared by layouts here, not by pages."""
     return self.clone()
@@ -143,9 +131,6 @@ def install(native: ModuleType) -> None:
     for name, kernel in composite.items():
         library.impl(name, kernel, "AutogradPrivateUse1")
         library.impl(name, kernel, "PrivateUse1")  # `torch.inference_mode` passes autograd's kernels by
-    library.impl("binary_cross_entropy", banned_from_autocast, "AutocastPrivateUse1")
-    if hasattr(torch.ops.aten, "linalg_matrix_sqrth"):
-        library.impl("linalg_matrix_sqrth", square_root_in_float32, "AutocastPrivateUse1")
     _library.append(library)
 
 

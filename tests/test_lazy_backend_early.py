@@ -219,15 +219,3 @@ def test_cuts_lie_apart_and_leave_out_what_cannot_be_undone() -> None:
     places = early_module.chosen(list(range(1, 200)))
     assert len(places) == len(early_module.PLACES) + 1 and places[-1] == 199 and places[0] == 1
     assert places[1] < 5, "the device waits until the first"
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="without a GPU a copy has ended when it returns")
-@pytest.mark.parametrize("non_blocking", [False, True])
-def test_who_copies_to_pinned_memory_and_goes_on_has_not_waited(non_blocking: bool) -> None:
-    total = torch.ones(64, device="lazysched").sum()
-    lazy_backend.mark_step()
-    assert not core.get().waited(0)
-    held = total.to("cpu", non_blocking=non_blocking)
-    assert core.get().waited(0) is not non_blocking
-    torch.lazysched.synchronize()
-    assert held.item() == 64

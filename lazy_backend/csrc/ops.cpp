@@ -67,9 +67,9 @@ Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking) {
     if (src.sizes() != self.sizes()) at::assert_no_internal_overlap(dst), at::assert_no_partial_overlap(dst, self);
     return record_copy(dst, src), dst;
   }
-  const bool in = is_lazy(dst), waits = !in && !(non_blocking && dst.is_pinned());  // nobody does for a copy to pinned memory
+  const bool in = is_lazy(dst);
   const auto reason = "copied to " + (in ? "another device" : c10::DeviceTypeName(dst.device().type(), true));
-  if (is_lazy(src)) src = recorder(src).materialise(src, waits ? "value_access" : "device_copy", reason);
+  if (is_lazy(src)) src = recorder(src).materialise(src, in ? "device_copy" : "value_access", reason);
   GilRelease nogil;
   if (in) return copy_in(dst, src, non_blocking);
   PlainDispatch plain;
