@@ -29,7 +29,7 @@ OPTIMISATIONS: dict[str, str] = {
     "pad_rows": "rows of matrices that a product reads or writes start on 16-byte boundaries",
     "fusion": "several ops in one kernel",
     "horizontal": "independent ops over the same elements share a kernel",
-    "early_kernels": "where a loop waits at every step, what can begin while it is recorded shares no kernel with what can't",
+    "early_kernels": "where a loop waits at every step, no kernel and no launch waits for what is recorded much later",
     "scans": "running sums, products and extremes are kernels that fuse, instead of ATen's",
     "mix_order": "row and column reductions of one input share a pass over it",
     "one_pass_loss": "a loss over classes makes its gradient where it reads the logits, while a cache holds the row",
