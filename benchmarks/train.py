@@ -30,7 +30,7 @@ from benchmarks.plot import draw
 from benchmarks.profiling import Kernel, by_kind, gpu_kernels, listing, peak_on_gpu
 
 READ = 8  # steps of a block whose losses are read
-SETTLE = 16  # such steps that are not timed: a loop that begins to read is compiled anew for that
+SETTLE = 72  # such steps that are not timed: a loop that begins to read is compiled anew for that
 CONTESTANTS = ("eager", "eager+fused", "compile", "compile+fused", "compile+opt", "reduce-overhead+fused", "reduce-overhead+opt",
                "max-autotune+fused", "max-autotune+opt", "lazysched")
 PRESETS: dict[str, dict[str, Any]] = {

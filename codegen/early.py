@@ -94,18 +94,19 @@ def updates(node: Node) -> bool:
     return any(write.value.buffer.kind is not BufferKind.FRESH for write in node.writes)
 
 
-def part(graph: Graph, seen: Known) -> None:
+def part(graph: Graph, seen: Known) -> bool:
     """A later stage for what can't begin while the recording is made, so that nothing which can shares a kernel with it and
     waits: backward of a bias, for the update of its moments, of which the host says last where they are. And chapters, so that
     no launch waits for a small part of it that is recorded much later: casts of a model's weights, each of which autocast
-    records where it is used. Not where all that runs takes less than what begins early has to."""
+    records where it is used. Not where all that runs takes less than what begins early has to. Gives whether that is to be
+    undone should nobody wait: it costs kernels."""
     if not seen.waits or not seen.always and sum(cost(node, CUDA).seconds for node in graph.nodes) < LEAST:
-        return
+        return False
     last = min(seen.late, max((node.instr for node in graph.nodes), default=0))
     for node in graph.nodes:
         node.chapter = bisect.bisect(PLACES, node.instr / last) if last else 0
     if seen.late == NEVER:
-        return
+        return not seen.always
     late: set[Buffer] = set()  # what such nodes read or write
     written: set[Buffer] = set()  # what they write
     for node in graph.nodes:
@@ -119,6 +120,7 @@ def part(graph: Graph, seen: Known) -> None:
     for node in reversed(graph.nodes):
         if node.again:  # it shares a kernel with those that follow it
             node.stage = min((user.stage for write in node.writes for user in write.value.users), default=node.stage)
+    return not seen.always
 
 
 NOTHING = "all it runs waits for what is recorded last, or can't be taken back"
@@ -127,13 +129,14 @@ UNDECIDED = "; compiled anew should its loop wait for the device"
 LITTLE_SHARE = "most of its time is in steps that wait for what is recorded last, or can't be taken back"
 
 
-def cuts(steps: Sequence[Step], plan: MemoryPlan, graph: Graph, seen: Known) -> tuple[list[Cut], str]:
-    """The cuts at which ``steps`` may begin, and why there are none where too little could. The first alone where more may if it
-    is compiled for a loop that waits for the device, which the core has done should this one turn out to be one."""
+def cuts(steps: Sequence[Step], plan: MemoryPlan, graph: Graph, seen: Known, apart: bool) -> tuple[list[Cut], str]:
+    """The cuts at which ``steps`` may begin, and why there are none where too little could. Then the first alone where the core
+    is to have all compiled anew: should somebody wait for the device, as more may begin if it is compiled for that, or, where
+    things were kept ``apart``, should nobody."""
     found, why = found_cuts(steps, plan, graph, seen)
     if why and seen.waits is False and seconds(steps, graph) >= LEAST:
         return [FIRST], why + UNDECIDED
-    return found, why
+    return [FIRST] if why and apart else found, why
 
 
 def found_cuts(steps: Sequence[Step], plan: MemoryPlan, graph: Graph, seen: Known) -> tuple[list[Cut], str]:

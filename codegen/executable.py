@@ -29,11 +29,13 @@ POINTER = ARGUMENT_KINDS.index("ptr")
 class Program(Protocol):
     """The native core's program builder (csrc/bind.cpp).
 
-    ``order``: the number of the report on its segments, or -1. ``rest``: recorded instructions that it leaves recorded, and
-    ``kept`` the buffers that these need. ``inputs``: (buffer, slot); ``outputs``: (buffer, slot, last step that writes it).
+    ``order``: the number of the report on its segments, or -1. ``apart``: what may begin early was kept apart, which is to be
+    undone should nobody wait. ``rest``: recorded instructions that it leaves recorded, and ``kept`` the buffers that these need.
+    ``inputs``: (buffer, slot); ``outputs``: (buffer, slot, last step that writes it).
     """
 
     order: int
+    apart: bool
     rest: list[int]
     kept: list[int]
     slots: int
@@ -172,7 +174,7 @@ def assemble(
         for part in stretches(steps, spans, plan, graph):
             program.graph(part.first, part.last, (part.reads, part.makes, part.frees, part.numbers, part.movable),
                           ([plan.sizes[slot] for slot in part.makes], part.offsets), part.block)
-    early, why = cuts(steps, plan, graph, seen) if seen is not None else ([], "")
+    early, why = cuts(steps, plan, graph, seen, program.apart) if seen is not None else ([], "")
     if why:
         refused(why)
     for cut in early:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import lazy_backend
 from codegen import early
@@ -118,32 +118,66 @@ def test_a_recording_has_one_chapter_where_nobody_waits(compiled: list[Graph]) -
     assert not any(node.chapter for node in compiled[-1].nodes)
 
 
-def test_a_loop_that_begins_to_wait_is_compiled_anew_once(compiled: list[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.randn(16, 16).to(DEVICE).requires_grad_()
-    optimizer = torch.optim.SGD([weight], lr=1e-2)
-    losses, begun = [], []
+class Loop:
+    """Trains one weight, whose loss it may read at every step."""
 
-    def steps(count: int, reads: bool) -> int:
-        before = len(compiled)
+    def __init__(self, compiled: list[Graph], width: int) -> None:
+        self.compiled, self.losses, self.begun = compiled, list[Tensor](), list[int]()
+        self.weight = torch.randn(width, width).to(DEVICE).requires_grad_()
+        self.optimizer = torch.optim.SGD([self.weight], lr=1e-4)
+
+    def steps(self, count: int, reads: bool) -> int:
+        """How many programs were compiled for them."""
+        before = len(self.compiled)
         for _ in range(count):
-            loss = (weight @ weight).tanh().square().sum()
-            optimizer.zero_grad()
+            loss = (self.weight @ self.weight).tanh().square().sum()
+            self.optimizer.zero_grad()
             loss.backward()
-            optimizer.step()
+            self.optimizer.step()
             lazy_backend.mark_step()
-            losses.append(loss.item() if reads else loss.detach())
-            begun.append(lazy_backend.stats()["early_starts"])
-        return len(compiled) - before
+            self.losses.append(loss.detach())
+            if reads:
+                loss.item()
+            self.begun.append(lazy_backend.stats()["early_starts"])
+        return len(self.compiled) - before
 
+
+def test_a_loop_that_begins_to_wait_is_compiled_anew_once(compiled: list[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(compiled, 16)
+    steps, begun = loop.steps, loop.begun
     monkeypatch.setattr(early, "SHARE", 2.0)  # so that it begins nothing as it is compiled first
     steps(4, reads=False)
-    assert steps(40, reads=False) == 0
+    assert steps(100, reads=False) == 0
     monkeypatch.setattr(early, "SHARE", 0.0)
-    assert steps(3, reads=True) == 0, "two reads in a row do not make a loop that waits"
-    assert steps(2, reads=False) == 0 and steps(30, reads=True) == 1
+    assert steps(60, reads=True) == 0, "it may be an evaluation"
+    assert steps(2, reads=False) == 0 and steps(90, reads=True) == 1
     assert any(node.stage for node in compiled[-1].nodes) and begun[-1] > begun[-8] > begun[-20]
-    expected = torch.tensor([float(loss) for loss in losses])
-    assert expected.isfinite().all() and (expected.diff() < 0).all()
+    monkeypatch.setattr(early, "SHARE", 2.0)
+    assert steps(250, reads=False) == 0 and steps(10, reads=False) == 1, "nobody waits any more"
+    assert not any(node.stage for node in compiled[-1].nodes)
+    assert steps(1000, reads=True) == 0 and steps(40, reads=True) == 1, "each time it takes longer"
+    losses = torch.stack(loop.losses).cpu()
+    assert losses.isfinite().all() and (losses.diff() < 0).all()
+
+
+@pytest.mark.parametrize("every", [1000, 10])
+def test_a_loop_that_seldom_waits_is_compiled_anew(compiled: list[Graph], monkeypatch: pytest.MonkeyPatch, every: int) -> None:
+    """As one that prints the first loss, or every tenth."""
+    monkeypatch.setattr(early, "SHARE", 0.0)
+    loop = Loop(compiled, 18 + len(str(every)))
+    torch.ones(3).to(DEVICE).sum().item()
+    assert loop.steps(1, reads=False) == 1 and any(node.stage for node in compiled[-1].nodes)
+    assert loop.steps(40, reads=False) == 0 and sum(loop.steps(1, reads=step % every == 0) for step in range(60)) == 1
+    assert not any(node.stage for node in compiled[-1].nodes)
+
+
+def test_what_was_kept_apart_in_vain_is_undone_where_nobody_waits(compiled: list[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early, "SHARE", 2.0)
+    loop = Loop(compiled, 20)
+    torch.ones(3).to(DEVICE).sum().item()
+    assert loop.steps(1, reads=True) == 1 and any(node.stage for node in compiled[-1].nodes)
+    assert loop.steps(100, reads=True) == 0
+    assert loop.steps(80, reads=False) == 1 and not any(node.stage for node in compiled[-1].nodes)
 
 
 def test_a_loop_is_not_compiled_again_and_again(compiled: list[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +187,7 @@ def test_a_loop_is_not_compiled_again_and_again(compiled: list[Graph], monkeypat
     for disabled, most in ((frozenset(), 2), (frozenset({"early_kernels"}), 1)):
         with settings.override(disable=disabled):
             before = len(compiled)
-            for step in range(60):
+            for step in range(500):
                 total = (x @ x).tanh().sum()
                 lazy_backend.mark_step()
                 if step > 2:

@@ -32,13 +32,13 @@ ProgramPtr Recorder::find(Trace& trace, bool& hit) {
   }
   hit = found != cache_.end() && !found->second.program->stale;
   if (!hit) {
-    if (found != cache_.end()) trace.live = found->second.live, trace.refused = found->second.program->refused;
+    const auto old = found == cache_.end() ? nullptr : found->second.program;
+    if (old) trace.live = found->second.live, trace.refused = old->refused;
     found = cache_.insert_or_assign(key(), Entry{trace.hash, trace.live, compile_trace(trace, index)}).first;
-    found->second.program->refused = trace.refused;
-    for (auto& cut : found->second.program->cuts) cut.hash = trace.instrs[cut.ops - 1].so_far;
+    auto& made = *found->second.program; made.refused = trace.refused, made.turns = old ? old->turns + 1 : 0;
+    for (auto& cut : made.cuts) cut.hash = trace.instrs[cut.ops - 1].so_far;
   }
-  trace.live = found->second.live;
-  found->second.last_use = ++uses_;
+  trace.live = found->second.live, found->second.last_use = ++uses_;
   auto program = found->second.program;
   auto older = [](const auto& a, const auto& b) { return a.second.last_use < b.second.last_use; };
   for (; cache_.size() > limits.cache_size; stats[kEvicted]++) cache_.erase(std::min_element(cache_.begin(), cache_.end(), older));
@@ -77,27 +77,29 @@ void Recorder::hold_back(Trace& trace) {
 
 // Begins what the recording is likely to become while the host goes on recording, where the device would wait for it. That writes
 // no memory that was there before: it is dropped if the recording becomes another one. A thread of its own launches it, as that
-// takes about as long as recording does. A program with the first cut alone was compiled before anybody waited for its loop: it
-// is compiled anew for that.
-constexpr int kSurelyWaits = 8;
+// takes about as long as recording does. A program that turns out to be in a loop that waits, or in one that does not, is compiled
+// anew for that: with the first cut alone it was compiled before anybody waited. 64 steps tell, which have lost about what compiling
+// takes, and each time four times as many; a loop that waits at every fifth step or less is one that does not.
 void Recorder::start_early() {
   GilRelease nogil; std::lock_guard<std::mutex> flushing(flush_mutex);
   auto& [program, before, runner, number] = head_; if (!program || number == program->cuts.size()) return;
   const auto& cut = program->cuts[number++];
-  std::shared_ptr<Trace> recorded;
+  std::shared_ptr<Trace> recorded; bool anew = false, had = false; const bool alone = program->cuts.size() == 1;
   {
     std::lock_guard<std::mutex> lock(mutex); cut_ops_ = 0;
     const bool apart = runner && runner->stream != current_stream(index);  // autograd's threads may have another
     if (apart || trace_->instrs.size() < cut.ops || !(trace_->instrs[cut.ops - 1].so_far == cut.hash)) return;
-    if (!runner && (program->idle = waited ? program->idle + 1 : std::min(program->idle, 0)) < limits.idle) return;
-    if (program->cuts.size() == 1 && program->idle < kSurelyWaits) return;
+    if (!runner) {
+      program->idle = waited ? program->idle + 1 : std::min(program->idle, 0), program->calm = std::max(program->calm + (waited ? -4 : 1), 0);
+      anew = (program->apart ? program->calm : alone ? program->idle : 0) >= 64 << 2 * std::min(program->turns, 8);
+      if (!anew && (alone || program->idle < limits.idle)) return;
+    }
     recorded = std::make_shared<Trace>(*trace_);
     if (number < program->cuts.size()) cut_ops_ = program->cuts[number].ops;
   }
-  bool had = false;  // graphs, whose memory would lie idle beside what is taken now
   if (!runner) for (auto& g : program->graphs) had |= !!g.exec, g.exec = nullptr, g.launch = nullptr, g.made = nullptr, g.home = nullptr;
-  if (had) c10::getDeviceAllocator(physical_type())->emptyCache();
-  if (program->cuts.size() == 1) return void(program->stale = true);
+  if (had) c10::getDeviceAllocator(physical_type())->emptyCache();  // it would lie idle beside what is taken now
+  if (anew) return void(program->stale = true);
   if (!runner) runner = std::make_shared<Runner>(*program, index);
   if (!launcher) launcher = new c10::ThreadPool(1), std::atexit([] { for (auto& r : recorders()) if (r->launcher) r->launcher->waitWorkComplete(); });
   const auto stream = c10::impl::VirtualGuardImpl(physical_type()).getStream(physical_device(index));
@@ -122,8 +124,7 @@ std::shared_ptr<Runner> Recorder::begun(const ProgramPtr& program, const Trace& 
   for (size_t i = 0; i < runner->states.size(); i++)
     if (const auto& s = runner->states[i]; s.defined()) runner->part->buffers[i]->generator.set_state(s.get_state());
   for (auto& [storage, bytes] : runner->saved) bytes_of(storage).copy_(bytes);
-  head_.program->idle = -8 * ++head_.program->missed;
-  stats[kInVain]++;
+  head_.program->idle = -8 * ++head_.program->missed, stats[kInVain]++;
   return nullptr;
 }
 
@@ -154,8 +155,7 @@ void Recorder::settle(std::unique_ptr<Trace> trace, const std::string* error, co
     for (int32_t i : rest) trace_->replay(*trace, trace->instrs[i]);
     for (const auto& in : later->instrs) trace_->replay(*later, in);
   }
-  trace->reset(0);
-  spare_ = std::move(trace);
+  trace->reset(0), spare_ = std::move(trace);
 }
 
 // Where the user's Python recorded an op; for one that backward recorded, where its forward was.

@@ -62,7 +62,8 @@ struct Program {
   std::vector<int32_t> guessed;  // numbers that steps of cuts take before they are recorded: those of the last run
   std::vector<IValue> numbers;   // of the last run
   std::weak_ptr<Program> next;  // what ran after it the last time
-  int idle = 0, missed = 0;     // how often somebody waited before it of late; how often it was begun in vain
+  int idle = 0, calm = 0, missed = 0;  // how often somebody waited before it of late, or nobody; how often it was begun in vain
+  bool apart = false; int turns = 0;   // it was compiled for a loop that waits; how often it was compiled anew
   std::vector<int64_t> dims;  // sizes and strides of the compiler's layouts
   Trace own;                  // ops that were not recorded; where each tensor lies, its call says
   int32_t slots = 0;
