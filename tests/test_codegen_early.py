@@ -173,7 +173,7 @@ def test_a_loop_that_seldom_waits_is_compiled_anew(compiled: list[Graph], monkey
 
 def test_what_was_kept_apart_in_vain_is_undone_where_nobody_waits(compiled: list[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(early, "SHARE", 2.0)
-    loop = Loop(compiled, 20)
+    loop = Loop(compiled, 30)
     torch.ones(3).to(DEVICE).sum().item()
     assert loop.steps(1, reads=True) == 1 and any(node.stage for node in compiled[-1].nodes)
     assert loop.steps(100, reads=True) == 0
