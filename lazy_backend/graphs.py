@@ -27,7 +27,8 @@ from lazy_backend import core
 SPARE = 16
 """The part of the GPU's memory, one over this, below which no graph is made."""
 LARGE = 1 << 28
-"""Bytes of a graph's memory for which it pays to give cached memory back, which waits for the GPU and happens once a graph."""
+"""Bytes of a graph's memory, or of cached memory before a stream's first graph, for which it pays to give cached memory back,
+which waits for the GPU and happens once a graph."""
 
 TRIED = 1 << 25
 """Bytes that are mapped once, to see whether that works."""
@@ -159,7 +160,8 @@ def launch(graph: torch.cuda.CUDAGraph, pool: Pool) -> None:
 def pool_of(key: tuple[int, int]) -> Pool:
     pool = _pools.get(key)
     if pool is None:
-        torch.cuda.empty_cache()  # else what ran so far would hold as much again while the first graph takes its memory
+        if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() >= LARGE:
+            torch.cuda.empty_cache()  # else what ran so far would hold as much again while the first graph takes its memory
         handle = torch.cuda.graph_pool_handle()
         pool = _pools.setdefault(key, Pool(handle, nothing(handle)))
     return pool

@@ -183,6 +183,18 @@ def test_cached_memory_does_not_lie_beside_a_large_graph(cuda: Stands) -> None:
     assert cuda.calls[-1] == "empty cache"
 
 
+def test_much_cached_memory_is_given_back_before_a_streams_first_graph_takes_its_own(cuda: Stands) -> None:
+    cuda.reserved = cuda.allocated + graphs.LARGE - 1
+    kept = [graphs.capture(0, (), lambda stream: None)]
+    cuda.reserved += 1
+    kept.append(graphs.capture(0, (), lambda stream: None))
+    assert "empty cache" not in cuda.calls, "little, then not the first"
+    cuda.current = SimpleNamespace(stream_id=5, cuda_stream=5)
+    cuda.calls.clear()
+    kept.append(graphs.capture(0, (), lambda stream: None))
+    assert cuda.calls[0] == "empty cache" and cuda.calls.count("empty cache") == 1
+
+
 def test_room_is_made_before_a_capture_which_cannot_make_any(cuda: Stands) -> None:
     cuda.free = 1 << 29
     cuda.reserved = cuda.allocated + (1 << 31)
