@@ -205,10 +205,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("held", &Trace::held).def_readonly("needed", &Trace::needed).def_readonly("refused", &Trace::refused)
       .def("instrs", &instrs).def("args", &args).def("operands", &operands).def("scalars", &scalars).def("buffers", &buffers);
   py::class_<Program, std::shared_ptr<Program>>(m, "Program").def(py::init<>())
-      .def_readwrite("order", &Program::order).def_readwrite("apart", &Program::apart).def_readwrite("nodes", &Program::nodes).def_readwrite("dead", &Program::dead)
+      .def_readwrite("order", &Program::order).def_readwrite("nodes", &Program::nodes).def_readwrite("dead", &Program::dead)
       .def_readwrite("guessed", &Program::guessed).def_readwrite("slots", &Program::slots).def_readwrite("inputs", &Program::inputs)
       .def_readwrite("outputs", &Program::outputs).def_readwrite("rest", &Program::rest).def_readwrite("kept", &Program::kept)
-      .def("call", &add_call).def("own", &add_own)
+      .def_readwrite("apart", &Program::apart).def("call", &add_call).def("own", &add_own)
       .def("graph", [](Program& p, size_t first, size_t last, std::array<std::vector<int32_t>, 5> of,
                        std::array<std::vector<size_t>, 2> bytes, std::pair<int32_t, size_t> block) {
         p.graphs.push_back({first, last, of[0], of[1], of[2], of[3], of[4], bytes[0], bytes[1], block});

@@ -79,7 +79,7 @@ void Recorder::hold_back(Trace& trace) {
 // no memory that was there before: it is dropped if the recording becomes another one. A thread of its own launches it, as that
 // takes about as long as recording does. A program that turns out to be in a loop that waits, or in one that does not, is compiled
 // anew for that: with the first cut alone it was compiled before anybody waited. 64 steps tell, which have lost about what compiling
-// takes, and each time four times as many; a loop that waits at every fifth step or less is one that does not.
+// takes, each time four times as many; a loop that waits less often than at every fifth step is one that does not.
 void Recorder::start_early() {
   GilRelease nogil; std::lock_guard<std::mutex> flushing(flush_mutex);
   auto& [program, before, runner, number] = head_; if (!program || number == program->cuts.size()) return;
@@ -90,7 +90,8 @@ void Recorder::start_early() {
     const bool apart = runner && runner->stream != current_stream(index);  // autograd's threads may have another
     if (apart || trace_->instrs.size() < cut.ops || !(trace_->instrs[cut.ops - 1].so_far == cut.hash)) return;
     if (!runner) {
-      program->idle = waited ? program->idle + 1 : std::min(program->idle, 0), program->calm = std::max(program->calm + (waited ? -4 : 1), 0);
+      program->idle = waited ? program->idle + 1 : std::min(program->idle, 0);
+      program->calm = std::max(program->calm + (waited ? -4 : 1), 0);
       anew = (program->apart ? program->calm : alone ? program->idle : 0) >= 64 << 2 * std::min(program->turns, 8);
       if (!anew && (alone || program->idle < limits.idle)) return;
     }
@@ -130,8 +131,7 @@ std::shared_ptr<Runner> Recorder::begun(const ProgramPtr& program, const Trace& 
 
 // What follows `program` is likely to be what followed it the last time.
 void Recorder::expect(const ProgramPtr& program) {
-  begun(nullptr, *trace_), waited = false;
-  if (head_.before) head_.before->next = program;
+  begun(nullptr, *trace_), waited = false; if (head_.before) head_.before->next = program;
   head_ = {program ? program->next.lock() : nullptr, program};
   std::lock_guard<std::mutex> lock(mutex);
   cut_ops_ = head_.program && !head_.program->cuts.empty() ? head_.program->cuts[0].ops : 0;
