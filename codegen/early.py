@@ -95,18 +95,27 @@ def updates(node: Node) -> bool:
 
 
 def part(graph: Graph, seen: Known) -> bool:
-    """A later stage for what can't begin while the recording is made, so that nothing which can shares a kernel with it and
-    waits: backward of a bias, for the update of its moments, of which the host says last where they are. And chapters, so that
-    no launch waits for a small part of it that is recorded much later: casts of a model's weights, each of which autocast
-    records where it is used. Not where all that runs takes less than what begins early has to. Gives whether that is to be
-    undone should nobody wait: it costs kernels."""
+    """Keep apart what can begin while the recording is made from what it would wait for, where somebody waits and all that runs
+    takes as long as what begins early has to. Was that so? It costs kernels."""
     if not seen.waits or not seen.always and sum(cost(node, CUDA).seconds for node in graph.nodes) < LEAST:
         return False
+    part_launches(graph, seen)
+    if seen.late != NEVER:
+        part_kernels(graph, seen)
+    return True
+
+
+def part_launches(graph: Graph, seen: Known) -> None:
+    """Chapters, so that no launch waits for a small part of it that is recorded much later: casts of a model's weights, each of
+    which autocast records where it is used."""
     last = min(seen.late, max((node.instr for node in graph.nodes), default=0))
     for node in graph.nodes:
         node.chapter = bisect.bisect(PLACES, node.instr / last) if last else 0
-    if seen.late == NEVER:
-        return not seen.always
+
+
+def part_kernels(graph: Graph, seen: Known) -> None:
+    """A later stage for what can't begin while the recording is made, so that nothing which can shares a kernel with it and
+    waits: backward of a bias, for the update of its moments, of which the host says last where they are."""
     late: set[Buffer] = set()  # what such nodes read or write
     written: set[Buffer] = set()  # what they write
     for node in graph.nodes:
@@ -120,7 +129,6 @@ def part(graph: Graph, seen: Known) -> bool:
     for node in reversed(graph.nodes):
         if node.again:  # it shares a kernel with those that follow it
             node.stage = min((user.stage for write in node.writes for user in write.value.users), default=node.stage)
-    return not seen.always
 
 
 NOTHING = "all it runs waits for what is recorded last, or can't be taken back"
@@ -140,6 +148,7 @@ def cuts(steps: Sequence[Step], plan: MemoryPlan, graph: Graph, seen: Known, apa
 
 
 def found_cuts(steps: Sequence[Step], plan: MemoryPlan, graph: Graph, seen: Known) -> tuple[list[Cut], str]:
+    """Those at which ``steps`` may begin; none where too little could, and then why."""
     last = max((node.instr + 1 for step in steps for node in step.nodes), default=0) * LATE
     when = earliest(steps, plan, graph, seen)
     able = [index for index, at in enumerate(when) if at <= last]

@@ -6,6 +6,7 @@ A kernel here runs with autocast still on: what it calls is cast as if the user 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -38,10 +39,6 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`aten::_native_multi_head_attention`, the fast path of ``nn.MultiheadAttention`` in evaluation, as its other path. The
     module takes the fast one, which autocast does not know, unless *CUDA's* autocast is on: a model would run in float32."""
-    if query.is_nested:
-        with torch.autocast("lazysched", enabled=False):
-            return torch.ops.aten._native_multi_head_attention(query, key, value, width, heads, weight, bias, out_weight,
-                                                               out_bias, mask, need_weights, average_attn_weights, mask_type)
     first = query.transpose(0, 1)
     second = first if key is query else key.transpose(0, 1)
     third = second if value is key else value.transpose(0, 1)
@@ -60,12 +57,6 @@ def encoder_layer(
     mask_type: int | None = None,
 ) -> Tensor:  # fmt: skip
     """`aten::_transformer_encoder_layer_fwd`, the fast path of ``nn.TransformerEncoderLayer``, likewise."""
-    if src.is_nested:
-        with torch.autocast("lazysched", enabled=False):
-            return torch.ops.aten._transformer_encoder_layer_fwd(
-                src, width, heads, weight, bias, out_weight, out_bias, use_gelu, norm_first, eps, norm_weight, norm_bias,
-                second_norm_weight, second_norm_bias, inner_weight, inner_bias, outer_weight, outer_bias, mask, mask_type)
-
     def attend(x: Tensor) -> Tensor:
         return attention(x, x, x, width, heads, weight, bias, out_weight, out_bias, mask, False, True, mask_type)[0]
 
@@ -73,17 +64,26 @@ def encoder_layer(
         inner = F.linear(x, inner_weight, inner_bias)
         return F.linear(F.gelu(inner) if use_gelu else F.relu(inner), outer_weight, outer_bias)
 
-    def norm(x: Tensor) -> Tensor:
-        return F.layer_norm(x, (width,), norm_weight, norm_bias, eps)
-
-    def second_norm(x: Tensor) -> Tensor:
-        return F.layer_norm(x, (width,), second_norm_weight, second_norm_bias, eps)
+    def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.layer_norm(x, (width,), weight, bias, eps)
 
     if norm_first:
-        x = src + attend(norm(src))
-        return x + feed(second_norm(x))
-    x = norm(src + attend(src))
-    return second_norm(x + feed(x))
+        x = src + attend(norm(src, norm_weight, norm_bias))
+        return x + feed(norm(x, second_norm_weight, second_norm_bias))
+    x = norm(src + attend(src), norm_weight, norm_bias)
+    return norm(x + feed(x), second_norm_weight, second_norm_bias)
+
+
+def plain_where_nested(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """``kernel``, or for nested tensors, which it does not know, the op itself in the types that it is given."""
+
+    def run(first: Tensor, *rest: Any, **named: Any) -> Any:
+        if not first.is_nested:
+            return kernel(first, *rest, **named)
+        with torch.autocast("lazysched", enabled=False):
+            return getattr(torch.ops.aten, name)(first, *rest, **named)
+
+    return run
 
 
 _library: list[torch.library.Library] = []  # a registration lasts as long as its library
@@ -91,8 +91,10 @@ _library: list[torch.library.Library] = []  # a registration lasts as long as it
 
 def install(native: ModuleType) -> None:
     library = torch.library.Library("aten", "IMPL")
-    kernels = {"binary_cross_entropy": banned_from_autocast, "linalg_matrix_sqrth": square_root_in_float32,
-               "_native_multi_head_attention": attention, "_transformer_encoder_layer_fwd": encoder_layer}  # fmt: skip
+    kernels: dict[str, Callable[..., Any]] = {"binary_cross_entropy": banned_from_autocast,
+                                              "linalg_matrix_sqrth": square_root_in_float32}  # fmt: skip
+    fast_paths = {"_native_multi_head_attention": attention, "_transformer_encoder_layer_fwd": encoder_layer}
+    kernels |= {name: plain_where_nested(name, kernel) for name, kernel in fast_paths.items()}
     for name, kernel in kernels.items():
         if hasattr(torch.ops.aten, name):
             library.impl(name, kernel, "AutocastPrivateUse1")

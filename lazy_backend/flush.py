@@ -86,7 +86,7 @@ def compiled(native: ModuleType, recording: Recording, device: int, optional: bo
     program.rest, program.kept = held.rest, held.kept
     keeps_no_order = not (held.rest or talks or ordered >= 0)
     if seen is not None and keeps_no_order:
-        program.apart = part(graph, seen)
+        program.apart = part(graph, seen) and not seen.always  # else undone where nobody waits
     if orders.measuring():
         part_segments(graph)
     with core.on_physical(device):

@@ -82,7 +82,7 @@ def capture(device: int, states: Sequence[torch.Generator], body: Callable[[int]
                     abandon(graph, device, pool.handle)
                     raise
         if torch.cuda.memory_reserved() - before >= LARGE:
-            torch.cuda.empty_cache()  # else what the runs before had taken would lie idle beside the graph's memory
+            give_back()  # else what the runs before had taken would lie idle beside the graph's memory
     return graph.raw_cuda_graph_exec(), partial(launch, graph, pool)
 
 
@@ -146,10 +146,17 @@ def make_room() -> None:
     """Give cached memory back where a graph might need it: while a stream is captured PyTorch can't. Raises RuntimeError where
     memory runs short: the results of a graph keep theirs, which programs that run by themselves share."""
     if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > torch.cuda.mem_get_info()[0]:
-        torch.cuda.empty_cache()
+        give_back()
     free, total = torch.cuda.mem_get_info()
     if free < total // SPARE:
         raise RuntimeError(f"less than a {SPARE}th of the GPU's memory is free, and a graph keeps that of its results")
+
+
+def give_back() -> None:
+    """Give cached memory back, that of ended graphs as well: there the allocator waits for the stream of their capture only, and
+    they ran on another."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
 
 
 def launch(graph: torch.cuda.CUDAGraph, pool: Pool) -> None:
@@ -161,7 +168,7 @@ def pool_of(key: tuple[int, int]) -> Pool:
     pool = _pools.get(key)
     if pool is None:
         if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() >= LARGE:
-            torch.cuda.empty_cache()  # else what ran so far would hold as much again while the first graph takes its memory
+            give_back()  # else what ran so far would hold as much again while the first graph takes its memory
         handle = torch.cuda.graph_pool_handle()
         pool = _pools.setdefault(key, Pool(handle, nothing(handle)))
     return pool

@@ -61,6 +61,7 @@ class Stands:
         self.ends_itself = ends_itself
         self.current = SimpleNamespace(stream_id=0, cuda_stream=0)
         self.made = self.pools = 0
+        self.waited = False
         self.used: dict[Any, int] = {}
         self.recording: set[Any] = set()  # pools that the allocator of pinned memory takes for being captured into
         self.reserved, self.allocated, self.free, self.takes = 1 << 30, 1 << 30, 1 << 33, 0
@@ -94,7 +95,12 @@ class Stands:
         self.calls.append("failed")
         raise RuntimeError("operation not permitted when stream is capturing")
 
+    def synchronize(self) -> None:
+        self.waited = True
+
     def empty_cache(self) -> None:
+        assert self.waited, "an ended graph may still run on another stream than that of its capture"
+        self.waited = False
         self.calls.append("empty cache")
         self.free, self.reserved = self.free + self.reserved - self.allocated, self.allocated
 
@@ -109,7 +115,7 @@ def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sta
                         "Stream": stands.stream, "CUDAGraph": stands.graph,
                         "graph_pool_handle": stands.pool, "memory_reserved": lambda: stands.reserved,
                         "memory_allocated": lambda: stands.allocated, "mem_get_info": lambda: (stands.free, 1 << 34),
-                        "empty_cache": stands.empty_cache}.items():  # fmt: skip
+                        "synchronize": stands.synchronize, "empty_cache": stands.empty_cache}.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", stands.end_pool)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", stands.release_pool)

@@ -99,7 +99,8 @@ void Recorder::start_early() {
     if (number < program->cuts.size()) cut_ops_ = program->cuts[number].ops;
   }
   if (!runner) for (auto& g : program->graphs) had |= !!g.exec, g.exec = nullptr, g.launch = nullptr, g.made = nullptr, g.home = nullptr;
-  if (had) c10::getDeviceAllocator(physical_type())->emptyCache();  // it would lie idle beside what is taken now
+  // It would lie idle beside what is taken now. The allocator waits for the stream of the capture, and graphs run on another.
+  if (had) synchronize(index), c10::getDeviceAllocator(physical_type())->emptyCache();
   if (anew) return void(program->stale = true);
   if (!runner) runner = std::make_shared<Runner>(*program, index);
   if (!launcher) launcher = new c10::ThreadPool(1), std::atexit([] { for (auto& r : recorders()) if (r->launcher) r->launcher->waitWorkComplete(); });
