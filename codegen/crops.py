@@ -1,5 +1,5 @@
 """Reads what a part of a value was made of where only that part is read: a shifted sequence, an image's neighbours within its
-padding. Imports codegen's leaf modules and `ir_nodes`.
+padding; and what the whole was made of where few elements read each. Imports codegen's leaf modules and `ir_nodes`.
 
 What reads the whole value as it was stored shares the kernel of who makes it; a part lies otherwise and would have to be loaded.
 """
@@ -14,21 +14,26 @@ from codegen.forms import touched
 from codegen.instructions import FULL, Instr, Part, rewritten
 from codegen.limits import check_part
 from codegen.lowering import Lowering
-from codegen.pulled import Known, Puller, identity_mapper
+from codegen.pulled import Known, Puller, identity_mapper, read_once
 from codegen.reordering import stores
+from codegen.taken import MOST_WORK, PLAIN
 from ir_nodes.node import Value
+from ir_nodes.ops import info
+
+_LIBRARIES = ("matmul", "convolution", "attention")
 
 
 def read_crops(part: Part, known: Known) -> Part:
     """The part with loads of parts of cheap values replaced by what makes these; the same part where there are none."""
     if part.reduced is not None or part.draws:
         return part
-    crops = Counter(instr.access.value for instr in part.instrs if instr.access is not None and _is_crop(part, instr, known))
+    found = [instr for instr in part.instrs if _is_crop(part, instr, known) or _is_spread(part, instr, known)]
+    crops = Counter(instr.access.value for instr in found if instr.access is not None)
     if not crops:
         return part
 
     def made_here(instr: Instr) -> list[Instr] | None:
-        return _pulled(part, instr, known, crops) if _is_crop(part, instr, known) else None
+        return _pulled(part, instr, known, crops) if instr in found else None
 
     try:
         made = rewritten(part, made_here)
@@ -47,7 +52,23 @@ def _is_crop(part: Part, instr: Instr, known: Known) -> bool:
     if maker is None or not touched(access.form) == part.numel < maker.numel:
         return False
     padded = any(one.kind == "take" or one.kind == "load" and one.args for one in maker.instrs)
-    return len(access.value.users) == 1 or padded and len(stores(maker)) == 1
+    return read_once(access.value) or padded and len(stores(maker)) == 1
+
+
+def _is_spread(part: Part, instr: Instr, known: Known) -> bool:
+    """Does it load all of a value, each element for a few, and is that made of no more memory with little work? Of what is there
+    or a library makes: a kernel that sums rows has their number at hand, and makes such a value of it as well."""
+    access = instr.access
+    if instr.kind != "load" or instr.args or access is None or access.level != FULL or access.value.buffer.live:
+        return False
+    maker = known.parts.get(access.value)
+    if maker is None or not touched(access.form) == maker.numel < part.numel or not read_once(access.value):
+        return False
+    loads = [one for mode, one in maker.accesses() if mode == "r"]
+    there = all(one.value.producer is None or info(one.value.producer.target).kind in _LIBRARIES for one in loads)
+    loaded = sum(touched(one.form) * one.dtype.itemsize for one in loads)
+    return (there and maker.facts.kinds <= PLAIN and loaded <= access.value.buffer.nbytes
+            and part.numel * maker.facts.work <= MOST_WORK * maker.numel)
 
 
 def _pulled(part: Part, instr: Instr, known: Known, crops: Counter[Value]) -> list[Instr] | None:
@@ -56,7 +77,7 @@ def _pulled(part: Part, instr: Instr, known: Known, crops: Counter[Value]) -> li
     assert access is not None
     lowering = Lowering(part.node, (part.numel,))
     lowering.part = replace(part, instrs=[])
-    alone = crops[access.value] == 1
+    alone = crops[access.value] == 1 or read_once(access.value)
     made = Puller(lowering, known, None).operand(access, instr.dtype, instr.rounded, identity_mapper, alone=alone)
     plain = len(lowering.part.instrs) == 1 and made.access is not None and made.access.value is access.value
     return None if plain or made.dtype is not instr.dtype else lowering.part.instrs

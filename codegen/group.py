@@ -10,7 +10,7 @@ from typing import Sequence
 import torch
 
 from codegen import forms, mixing
-from codegen.footprint import Footprint
+from codegen.footprint import Footprint, picked_by_index
 from codegen.forms import Form, Reduced
 from codegen.instructions import FULL, KEPT, MemAccess, Part
 from codegen.tuning import Tuning
@@ -61,7 +61,7 @@ class Group:
     patterns: dict[Form, None] = field(default_factory=dict)  # of indices that it computes with, over the full space
     operands: int = 0  # ways in which it touches memory
     moved: int = 0  # bytes that its units load and store, each by itself
-    loads: dict[Value, int] = field(default_factory=dict)  # what its units read, with the bytes; see `codegen.rounds`
+    loads: dict[Value, int] = field(default_factory=dict)  # what its units read, with the bytes; 0 where indices say which
     stores: dict[Value, None] = field(default_factory=dict)
     preds: dict["Group", None] = field(default_factory=dict)
     succs: dict["Group", None] = field(default_factory=dict)
@@ -104,6 +104,7 @@ def new_group(unit: Unit, level: int, tuning: Tuning) -> Group:
     if unit.node.joins is not None:
         group.wants[unit.node.joins] = None
     if part is not None:
+        picked = picked_by_index(part)
         group.numel, group.reduced = part.numel, part.reduced
         group.split = part.reduces and not part.waits and tuning.splits(part) and settings.enabled("split")
         group.mixes = mixing.mixes(part, tuning)
@@ -114,7 +115,8 @@ def new_group(unit: Unit, level: int, tuning: Tuning) -> Group:
             if mode == "w":
                 group.stores[access.value] = None
             elif unit.node.joins is not None or not unit.node.again:  # made for those who follow it only
-                group.loads[access.value] = max(group.loads.get(access.value, 0), access.high - access.low)
+                nbytes = 0 if access.value in picked else access.high - access.low
+                group.loads[access.value] = max(group.loads.get(access.value, 0), nbytes)
         absorb(group, [unit])
     return group
 

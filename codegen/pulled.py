@@ -17,6 +17,7 @@ from codegen.lowering import Lowering
 from codegen.promotion import HALF, compute_dtype
 from ir_nodes import settings
 from ir_nodes.node import Buffer, Node, Operand, Value
+from ir_nodes.ops import info
 
 MAX_DEPTH, MAX_EXPRESSIONS, MAX_LOADS = 5, 10, 3
 MAX_INSTRUCTIONS = 80
@@ -29,6 +30,8 @@ of an image's edges."""
 MOST_PIECES = 16
 """Of how many times as many elements a reader of costly values may walk, such as a concatenation of so many."""
 _COSTLY = ("libdevice.", "pow", "_tanh", "_normal", "_logistic", "tl.exp", "tl.log", "div", "_ratio", "sqrt", "_root", "philox")
+
+_SHARERS = ("pointwise", "copy")
 
 Mapped = tuple[Form, int, int]
 """A form over the space being lowered, its byte offset, and how many elements each address has to be moved back by."""
@@ -104,14 +107,15 @@ class Puller:
         Raises Unsupported where its dimensions do not fit."""
         part = self.known.parts.get(access.value)
         instrs = self.lowering.part.instrs
-        alone &= len(access.value.users) == 1 and not access.value.buffer.live
+        once = read_once(access.value)
+        alone &= once and not access.value.buffer.live
         held = self.held.get(access.value)
         fits = depth < MAX_DEPTH and len(instrs) < MAX_INSTRUCTIONS
         if part is not None and held is None and fits and self._is_cheap(part, access, alone):
             before = len(instrs)
             try:
                 made = self.part(part, _chained(part, access, mapper), depth + 1, alone)
-                if self._fewer(instrs[before:], len(access.value.users)):
+                if self._fewer(instrs[before:], 1 if once else len(access.value.users)):
                     return made
                 del instrs[before:]
             except Unsupported:
@@ -184,6 +188,18 @@ class Puller:
         plain = not any(costly in text for text in texts for costly in _COSTLY)
         stores = [instr for instr in part.instrs if instr.kind == "store"]
         return fits and (plain or once) and len(stores) == 1 and not access.shift
+
+
+def read_once(value: Value) -> bool:
+    """Is each element of ``value`` computed once although nobody stores it? It is read once, or elementwise readers share its
+    elements out between them, as chunks'."""
+    read = [operand.layout for user in value.users for operand in user.reads if operand.value is value]
+    if len(read) <= 1 and len(value.users) == 1:
+        return True
+    bases = [write.base for user in value.users for write in user.all_writes()]
+    if value in bases or any(info(user.target).kind not in _SHARERS for user in value.users):
+        return False
+    return sum(layout.numel * layout.itemsize for layout in read) <= value.buffer.nbytes
 
 
 def read_through(lowering: Lowering, known: Known, operand: Operand) -> Instr:

@@ -34,6 +34,8 @@ LONE = 1_000_000
 """Instructions of a program among few from which elementwise ops are a kernel of their own, whose programs fill the machine: four
 microseconds of a multiprocessor, more than the launch costs. On an H200, a softmax over columns of a cosine of a product over
 4,026 x 1,000 with its gradient takes 95 us, 234 in one kernel; one of a cosine over 396 x 5,120 in a longer program 98, 128."""
+BYTES = 80
+"""Bytes that the machine moves while such a program takes one instruction: what one kernel spares is weighed against that."""
 
 
 def joint_space(left: Group, right: Group) -> Joint | str:
@@ -138,7 +140,16 @@ def _works_alone(left: Group, right: Group, joint: Joint) -> bool:
         return False
     units = [unit for group in (left, right) for unit in group.units if unit not in joint.kept_units]
     parts = [unit.part for unit in units if unit.part is not None and info(unit.node.target).kind == "pointwise"]
-    return each * sum(part.facts.work for part in parts) > LONE
+    return each * sum(part.facts.work for part in parts) > LONE + _spared(left, right) // BYTES
+
+
+def _spared(left: Group, right: Group) -> int:
+    """Bytes that a kernel of both need not move."""
+    hidden = _hidden(dict.fromkeys((*left.units, *right.units)))
+    passed = [(value, nbytes) for one, two in ((left, right), (right, left)) for value, nbytes in two.loads.items()
+              if value in one.stores]
+    read = sum(min(nbytes, right.loads[value]) for value, nbytes in left.loads.items() if value in right.loads)
+    return read + sum(nbytes * (2 if value in hidden else 1) for value, nbytes in passed)
 
 
 def _belongs_elsewhere(left: Group, right: Group) -> bool:

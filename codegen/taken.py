@@ -27,7 +27,7 @@ OFTEN, MOST_READ = 4, 2
 MOST_WORK = 48
 """Machine instructions that take about as long as to write an element to memory and read it again."""
 MOST_INSTRUCTIONS = 200
-_KINDS = frozenset(("load", "expr", "scalar", "size", "coord", "store"))
+PLAIN = frozenset(("load", "expr", "scalar", "size", "coord", "store"))
 
 
 def compute_taken(part: Part, known: Known) -> Part:
@@ -68,7 +68,7 @@ def _replaced(part: Part, makers: Mapping[Value, Part]) -> Part:
 def _is_cheap(part: Part, maker: Part, known: Known) -> bool:
     """Is it better to compute what ``maker`` stores for each read by index than to store it?"""
     stored = [*stores(maker).values()]
-    if len(stored) != 1 or not maker.facts.kinds <= _KINDS or not _is_dense(stored[0], maker.numel):
+    if len(stored) != 1 or not maker.facts.kinds <= PLAIN or not _is_dense(stored[0], maker.numel):
         return False
     (store,) = stored
     takes = [instr for instr in part.instrs if instr.access is not None and instr.access.value is store.value]

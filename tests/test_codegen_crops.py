@@ -37,6 +37,10 @@ PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
     "in 16 bits": lambda x: F.pad(x.bfloat16(), (1, 0))[..., :-1] * x.bfloat16(),
     "masks": lambda x: torch.where(F.pad(x > 0, (1, 0))[..., :-1], x, 0.0),
     "integers": lambda x: F.pad((x * 4).int(), (2, 0), value=7)[..., 1:-1] + 1,
+    "shared out": lambda x: (lambda y: y[..., :5] * y[..., 5:10])(x * 2 + 1),
+    "costly, and shared out": lambda x: (lambda y: y[:, :1] * y[:, 1:2] + y[:, 2:])(F.gelu(x)),
+    "for two each": lambda x: x[:1].square() + x,
+    "for nine each, between columns": lambda x: x[:, :, :1].abs() * x,
     "by position": lambda x: x.tril()[..., 1:, :] * 2,
 }
 
@@ -49,6 +53,9 @@ def test_parts_take_no_memory_of_their_own(name: str) -> None:
 STORED: dict[str, Callable[[Tensor], object]] = {
     "read as a whole, too": lambda x: (lambda y: (y[:, 1:] + 1, y * 2))(x.relu() + x),
     "costly, and read twice": lambda x: (lambda y: y[:, 1:] - y[:, :-1])(F.gelu(x)),
+    "costly, for two each": lambda x: F.gelu(x[:1]) + x,
+    "for many each": lambda x: (x[:, :1, :1, :1] + x[:, 1:2, :1, :1]).square() - x,
+    "made of more, for two each": lambda x: (x[:1] * x[1:]) - x,
     "a result": lambda x: (lambda y: (y, y[:, 1:] * 2))(F.pad(x, (1, 1))),
     "summed": lambda x: x.softmax(-1)[:, 1:] * 2,
 }

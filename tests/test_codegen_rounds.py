@@ -47,6 +47,15 @@ def test_a_number_that_all_share_is_no_reason_to_share_a_kernel() -> None:
     check(program, torch.ones(()), *tensors, count=1, combos=True)
 
 
+def test_elements_of_any_row_are_not_looked_up_in_a_kernel_that_walks_all_rows() -> None:
+    def program(x: torch.Tensor, index: torch.Tensor) -> list[torch.Tensor]:
+        return [x.mean(0), x.gather(0, index), x.flip(0) + x]
+
+    made = check(program, torch.randn(40, 24), torch.randint(0, 40, (40, 24)))
+    names = [[node.name for node in step.nodes] for step in kernels(made)]
+    assert ["gather"] in names and any("mean" in one and "flip" in one for one in names), names
+
+
 def test_an_update_is_not_torn_from_its_readers_by_who_reads_the_same() -> None:
     def program(p: torch.Tensor, g: torch.Tensor) -> list[torch.Tensor]:
         half = p.bfloat16()
