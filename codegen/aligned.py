@@ -120,7 +120,7 @@ def loaded_singly(tile: Tile, body: Body) -> bool:
         return False
     apart = [dim for axis in (rows, others) if axis is not None for dim in axis.dims]
     walk = [step for step in over_rows(body, tile.strides) if along.dims and tile.strides[id(step)][along.dims[-1]] == 1]
-    alike = [step for step in walk if not _unlike(step) or _takes_rows(step)]
+    alike = [step for step in walk if not _unlike(step) or _takes_rows(step) or _is_moved_by_vectors(step)]
     whole = [step for step in alike if step.access is not None and not step.access.byte_offset % 16
              and (tile.ragged and tile.follows(step)
                   or not any(size % KNOWN for size in (along.extent, *(tile.strides[id(step)][dim] for dim in apart))))]
@@ -130,6 +130,11 @@ def loaded_singly(tile: Tile, body: Body) -> bool:
 def _takes_rows(step: Step) -> bool:
     """Does it read by indices that leave it on boundaries, such as all channels of a window's pixels?"""
     return step.stage == "take" and not step.takes_bits and not any(stride % KNOWN for stride, _ in step.payload)  # type: ignore[attr-defined]
+
+
+def _is_moved_by_vectors(step: Step) -> bool:
+    """Does it read a window that begins on a boundary, such as a quarter of an image's channels?"""
+    return step.stage == "load" and step.access is not None and not step.access.scattered and step.access.shift % KNOWN == 0
 
 
 def over_rows(body: Body, strides: Strides) -> list[Step]:

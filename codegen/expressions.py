@@ -229,7 +229,7 @@ ROWS: dict[str, Row] = {
     "remainder": Row(_remainder),
     "fmod": Row(choose("@fmod({self}, {other})", "{self} % {other}")),
     "pow": Row(_pow),
-    "neg": Row(choose("{self} * -1.0", "-{self}")),  # Triton's minus is 0 - x, which makes 0 of 0
+    "neg": Row(choose("(-0.0 - {self})", "-{self}")),  # Triton's minus is 0 - x, which makes 0 of 0
     "abs": Row(choose("tl.abs({self})", "tl.abs({self})", "{self}")),
     **dict.fromkeys(("sign", "sgn"), Row(_sign)),
     "reciprocal": Row(partial(_inverse, text="{self}"), "float"),

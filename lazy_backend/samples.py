@@ -90,16 +90,27 @@ _OTHERWISE = {"native_layer_norm": _layer_norm, "native_layer_norm_backward": _l
 
 
 def _corner(tensor: Tensor, kept: int) -> Tensor:
-    """At most two along each dimension but the last ``kept``."""
-    return tensor[tuple(slice(LEAST) for _ in range(tensor.dim() - kept))]
+    """At most two along each dimension but the last ``kept``, as close to each other as all of ``tensor`` lie: kernels of norms
+    refuse gaps."""
+    corner = tensor[tuple(slice(LEAST) for _ in range(tensor.dim() - kept))]
+    dense = _packed(tensor) == tensor.stride()
+    return corner.as_strided(corner.shape, _packed(corner)) if dense else corner
+
+
+def _packed(tensor: Tensor) -> tuple[int, ...]:
+    """The strides of a tensor without gaps whose dimensions have the order of ``tensor``'s."""
+    return torch.empty_like(torch.empty_strided(tensor.shape, tensor.stride(), device="meta")).stride()
 
 
 def as_many(found: Any, known: Any) -> Any:
-    """``known``, a result on Meta, with the strides and the dtype that ``found``, the same of fewer samples, has in truth."""
+    """``known``, a result on Meta, with the strides, or the order of dimensions, and the dtype that ``found``, the same of fewer
+    samples, has in truth."""
     if not isinstance(found, Tensor) or not isinstance(known, Tensor):
         return known
     if found.shape[1:] != known.shape[1:]:
-        return torch.empty_strided(known.shape, known.stride(), dtype=found.dtype, device="meta")
+        outer = sorted(range(found.dim()), key=found.stride, reverse=True)
+        made = torch.empty([known.shape[dim] for dim in outer], dtype=found.dtype, device="meta")
+        return made.permute([outer.index(dim) for dim in range(found.dim())])
     # Where samples do not lie one after the other, strides depend on how many there are.
     outermost = all(found.stride(0) >= stride * size for size, stride in zip(found.shape[1:], found.stride()[1:]))
     if found.shape != known.shape and not outermost:

@@ -143,3 +143,20 @@ def test_sums_of_long_rows_do_not_look_up_what_repeats() -> None:
     assert any("one number for every few elements" in str(refusal) for refusal in made.refusals)
     assert not any(name.startswith("pointwise") for name in names(repeated, x.view(8, 16, 200, 100), y[..., :200]))
     check(repeated, torch.rand(2, 3, 5, 20), torch.rand(2, 3, 5), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("summed", [0, 1])
+def test_what_is_made_of_tables_that_run_on_is_made_where_it_is_summed(summed: int) -> None:
+    def distances(x: Tensor, codes: Tensor, given: Tensor) -> Any:
+        return ((x[:, None] - codes) * given[:, :, None]).sum(summed)
+
+    found = names(distances, *map(torch.rand, ((512, 64), (256, 64), (512, 256))))
+    assert {name.partition("_")[0] for name in found} == {"reduce"}, found
+
+
+def test_tables_in_short_pieces_are_not_looked_up_for_each_element_of_a_sum() -> None:
+    def scaled(x: Tensor, one: Tensor, two: Tensor) -> Any:
+        return (x * one + two).sum((0, 1))
+
+    inputs = torch.rand(16, 4096, 32, 4), torch.rand(16, 1, 32, 1), torch.rand(16, 1, 32, 1)
+    assert any("differ between results" in str(one) for one in plan(record(scaled, *inputs)[0].graph).refusals)

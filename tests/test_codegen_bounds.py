@@ -70,6 +70,12 @@ def around(x: Tensor) -> Tensor:
     return inner - x[..., :-2, 1:-1] - x[..., 2:, 1:-1] - x[..., 1:-1, :-2] - x[..., 1:-1, 2:]
 
 
+def joined(*parts: Tensor) -> Tensor:
+    """Each part moved by whole vectors, as gradients of merged patches' channels are."""
+    places = (F.pad(part, (16 * index, 16 * (4 - index))) for index, part in enumerate(parts))
+    return sum(places, start=torch.zeros(80))
+
+
 def test_rows_off_boundaries_are_loaded_by_neighbouring_threads() -> None:
     x = torch.randn(2, 3, 34, 50)
     assert "i1 = tl.multiple_of(tl.arange(0, B1)[None, :], [1, 1])" in only(around, x).kernel.source
@@ -77,6 +83,7 @@ def test_rows_off_boundaries_are_loaded_by_neighbouring_threads() -> None:
     check(around, torch.randn(3, 40, 1300).bfloat16(), count=1)  # several blocks for each row
     for program in (lambda x: x[..., 16:] * 2, lambda x: x[..., :16] + x[..., 16:32]):
         assert "tl.multiple_of" not in only(program, torch.randn(8, 32, 64)).kernel.source
+    assert "tl.multiple_of" not in only(joined, *[torch.randn(40, 16, 16) for _ in range(4)]).kernel.source
 
 
 def test_a_program_divides_by_no_number_of_blocks() -> None:

@@ -180,3 +180,22 @@ def test_batch_norms_of_few_large_images(samples: int, monkeypatch: pytest.Monke
         for ours, eager in zip(*results):
             assert ours.dtype is eager.dtype and ours.stride() == eager.stride()
             torch.testing.assert_close(ours.cpu(), eager.cpu())
+
+
+@pytest.mark.parametrize("shape", [(16, 8, 12, 10), (16, 8, 300), (4, 8, 6, 5, 9)], ids=str)
+@pytest.mark.parametrize("format", ["rows", "channels_last", "gaps"])
+def test_large_norms_over_groups_are_recorded(shape: tuple[int, ...], format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their kernels refuse what has gaps, which a few pixels of an image have where they lie."""
+    monkeypatch.setattr(infer, "MOST_BYTES", 1 << 10)
+    results = []
+    for device in (DEVICE, PHYSICAL):
+        torch.manual_seed(0)
+        x, weight = torch.randn(shape).to(device), torch.randn(8).to(device).requires_grad_()
+        x = x.movedim(1, -1).contiguous().movedim(-1, 1) if format == "channels_last" else x[..., ::2] if format == "gaps" else x
+        before = fallbacks()
+        y = torch.nn.functional.group_norm(x.requires_grad_(), 2, weight)
+        results.append([y.detach(), *torch.autograd.grad(y, (x, weight), y.detach())])
+        assert format == "gaps" or fallbacks() == before
+    assert results[0][0].stride() == results[1][0].stride()  # autograd asks a CPU alone for gradients in channels_last
+    for ours, eager in zip(*results):
+        torch.testing.assert_close(ours.cpu(), eager.cpu(), rtol=1e-4, atol=1e-4)
