@@ -43,8 +43,8 @@ class Footprint:
 
 def picked_by_index(part: Part) -> set[Value]:
     """What ``part`` reads, element by element, at places that other memory names: it has nothing in common with a kernel that
-    walks the same. On an H200, a mean of 5,592 rows of 3,000 bfloat16 numbers takes 14 us, elements of any of its rows 180, and
-    both in one kernel 510."""
+    walks the same. On an H200, a mean of 5,592 rows of 3,000 bfloat16 numbers and elements of any of its rows take 510 us in one
+    kernel; torch.compile has two, which take 13 and 177."""
     if part.facts.kinds.isdisjoint(("gather", "take")):
         return set()
     loaded: dict[Instr, bool] = {}

@@ -35,7 +35,8 @@ LONE = 1_000_000
 microseconds of a multiprocessor, more than the launch costs. On an H200, a softmax over columns of a cosine of a product over
 4,026 x 1,000 with its gradient takes 95 us, 234 in one kernel; one of a cosine over 396 x 5,120 in a longer program 98, 128."""
 BYTES = 80
-"""Bytes that the machine moves while such a program takes one instruction: what one kernel spares is weighed against that."""
+"""Bytes that an H200 moves while such a program takes one instruction, of two warps that issue every other cycle: what one kernel
+spares is weighed against that."""
 
 
 def joint_space(left: Group, right: Group) -> Joint | str:
