@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from codegen.expressions import Unsupported
 from codegen.forms import touched
-from codegen.instructions import FULL, Instr, Part, rewritten
+from codegen.instructions import FULL, Instr, MemAccess, Part, rewritten
 from codegen.limits import check_part
 from codegen.lowering import Lowering
 from codegen.pulled import Known, Puller, identity_mapper, read_once
@@ -43,13 +43,18 @@ def read_crops(part: Part, known: Known) -> Part:
     return made
 
 
+def _taken_from(instr: Instr) -> MemAccess | None:
+    """How it loads a value that nobody holds, under no condition; None where it does something else."""
+    access = instr.access
+    plain = instr.kind == "load" and not instr.args and access is not None and access.level == FULL
+    return access if plain and access is not None and not access.value.buffer.live else None
+
+
 def _is_crop(part: Part, instr: Instr, known: Known) -> bool:
     """Does it load a part of a value that was made of others, each element once, and could the value be spared so?"""
-    access = instr.access
-    if instr.kind != "load" or instr.args or access is None or access.level != FULL or access.value.buffer.live:
-        return False
-    maker = known.parts.get(access.value)
-    if maker is None or not touched(access.form) == part.numel < maker.numel:
+    access = _taken_from(instr)
+    maker = known.parts.get(access.value) if access is not None else None
+    if access is None or maker is None or not touched(access.form) == part.numel < maker.numel:
         return False
     padded = any(one.kind == "take" or one.kind == "load" and one.args for one in maker.instrs)
     return read_once(access.value) or padded and len(stores(maker)) == 1
@@ -58,11 +63,9 @@ def _is_crop(part: Part, instr: Instr, known: Known) -> bool:
 def _is_spread(part: Part, instr: Instr, known: Known) -> bool:
     """Does it load all of a value, each element for a few, and is that made of no more memory with little work? Of what is there
     or a library makes: a kernel that sums rows has their number at hand, and makes such a value of it as well."""
-    access = instr.access
-    if instr.kind != "load" or instr.args or access is None or access.level != FULL or access.value.buffer.live:
-        return False
-    maker = known.parts.get(access.value)
-    if maker is None or not touched(access.form) == maker.numel < part.numel or not read_once(access.value):
+    access = _taken_from(instr)
+    maker = known.parts.get(access.value) if access is not None else None
+    if access is None or maker is None or not touched(access.form) == maker.numel < part.numel or not read_once(access.value):
         return False
     loads = [one for mode, one in maker.accesses() if mode == "r"]
     there = all(one.value.producer is None or info(one.value.producer.target).kind in _LIBRARIES for one in loads)

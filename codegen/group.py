@@ -115,7 +115,7 @@ def new_group(unit: Unit, level: int, tuning: Tuning) -> Group:
             if mode == "w":
                 group.stores[access.value] = None
             elif unit.node.joins is not None or not unit.node.again:  # made for those who follow it only
-                nbytes = 0 if access.value in picked else access.high - access.low
+                nbytes = 0 if access in picked else access.high - access.low
                 group.loads[access.value] = max(group.loads.get(access.value, 0), nbytes)
         absorb(group, [unit])
     return group
