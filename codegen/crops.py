@@ -27,7 +27,8 @@ def read_crops(part: Part, known: Known) -> Part:
     """The part with loads of parts of cheap values replaced by what makes these; the same part where there are none."""
     if part.reduced is not None or part.draws:
         return part
-    found = [instr for instr in part.instrs if _is_crop(part, instr, known) or _is_spread(part, instr, known)]
+    found = [instr for instr in part.instrs if instr.kind == "load"
+             and (_is_crop(part, instr, known) or _is_spread(part, instr, known))]
     crops = Counter(instr.access.value for instr in found if instr.access is not None)
     if not crops:
         return part
@@ -54,7 +55,7 @@ def _is_crop(part: Part, instr: Instr, known: Known) -> bool:
     """Does it load a part of a value that was made of others, each element once, and could the value be spared so?"""
     access = _taken_from(instr)
     maker = known.parts.get(access.value) if access is not None else None
-    if access is None or maker is None or not touched(access.form) == part.numel < maker.numel:
+    if access is None or maker is None or maker.numel <= part.numel or touched(access.form) != part.numel:
         return False
     padded = any(one.kind == "take" or one.kind == "load" and one.args for one in maker.instrs)
     return read_once(access.value) or padded and len(stores(maker)) == 1
@@ -65,7 +66,9 @@ def _is_spread(part: Part, instr: Instr, known: Known) -> bool:
     or a library makes: a kernel that sums rows has their number at hand, and makes such a value of it as well."""
     access = _taken_from(instr)
     maker = known.parts.get(access.value) if access is not None else None
-    if access is None or maker is None or not touched(access.form) == maker.numel < part.numel or not read_once(access.value):
+    if access is None or maker is None or part.numel <= maker.numel:
+        return False
+    if touched(access.form) != maker.numel or not read_once(access.value):
         return False
     loads = [one for mode, one in maker.accesses() if mode == "r"]
     there = all(one.value.producer is None or info(one.value.producer.target).kind in _LIBRARIES for one in loads)
