@@ -6,7 +6,6 @@ What reads the whole value as it was stored shares the kernel of who makes it; a
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 from codegen.expressions import Unsupported
@@ -17,7 +16,6 @@ from codegen.lowering import Lowering
 from codegen.pulled import Known, Puller, identity_mapper, read_once
 from codegen.reordering import stores
 from codegen.taken import MOST_WORK, PLAIN
-from ir_nodes.node import Value
 from ir_nodes.ops import info
 
 _LIBRARIES = ("matmul", "convolution", "attention")
@@ -29,12 +27,11 @@ def read_crops(part: Part, known: Known) -> Part:
         return part
     found = [instr for instr in part.instrs if instr.kind == "load"
              and (_is_crop(part, instr, known) or _is_spread(part, instr, known))]
-    crops = Counter(instr.access.value for instr in found if instr.access is not None)
-    if not crops:
+    if not found:
         return part
 
     def made_here(instr: Instr) -> list[Instr] | None:
-        return _pulled(part, instr, known, crops) if instr in found else None
+        return _pulled(part, instr, known) if instr in found else None
 
     try:
         made = rewritten(part, made_here)
@@ -77,13 +74,12 @@ def _is_spread(part: Part, instr: Instr, known: Known) -> bool:
             and part.numel * maker.facts.work <= MOST_WORK * maker.numel)
 
 
-def _pulled(part: Part, instr: Instr, known: Known, crops: Counter[Value]) -> list[Instr] | None:
+def _pulled(part: Part, instr: Instr, known: Known) -> list[Instr] | None:
     """What makes the elements that ``instr`` loads, or None where they had better be loaded."""
     access = instr.access
     assert access is not None
     lowering = Lowering(part.node, (part.numel,))
     lowering.part = replace(part, instrs=[])
-    alone = crops[access.value] == 1 or read_once(access.value)
-    made = Puller(lowering, known, None).operand(access, instr.dtype, instr.rounded, identity_mapper, alone=alone)
+    made = Puller(lowering, known, None).operand(access, instr.dtype, instr.rounded, identity_mapper)
     plain = len(lowering.part.instrs) == 1 and made.access is not None and made.access.value is access.value
     return None if plain or made.dtype is not instr.dtype else lowering.part.instrs

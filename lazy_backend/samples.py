@@ -109,8 +109,7 @@ def as_many(found: Any, known: Any) -> Any:
         return known
     if found.shape[1:] != known.shape[1:]:
         outer = sorted(range(found.dim()), key=found.stride, reverse=True)
-        made = torch.empty([known.shape[dim] for dim in outer], dtype=found.dtype, device="meta")
-        return made.permute([outer.index(dim) for dim in range(found.dim())])
+        return torch.empty_permuted(known.shape, outer, dtype=found.dtype, device="meta")
     # Where samples do not lie one after the other, strides depend on how many there are.
     outermost = all(found.stride(0) >= stride * size for size, stride in zip(found.shape[1:], found.stride()[1:]))
     if found.shape != known.shape and not outermost:
