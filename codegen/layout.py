@@ -36,6 +36,7 @@ from codegen.row_traits import (
     works_much,
 )
 from codegen.shares import evenly, steps_ahead, walked_by
+from codegen.short_rows import short_tile
 from codegen.strips import registers_held, strip_of, strip_warps, strips_of, walking
 from codegen.tile import Axis, Strides, Tile, addressed, reached, rows_by_index, warps_for
 from codegen.tuning import Tuning, power_of_two
@@ -174,6 +175,9 @@ def _reduction(body: Body, dims: tuple[int, ...], strides: Strides, flags: tuple
     square = square_tile(body, dims, strides, (kept, gone), tuning, divided)
     if square is not None:
         return square
+    short = None if share else short_tile(body, dims, strides, kept, gone, tuning)
+    if short is not None:
+        return short
     column = along_kept(body, dims, strides, flags, tuning, share > 0)
     extent, looped, lane, strips = body.extent, share > 0, tuning.lane, 0
     if not any(step.level == FULL or step.stage == "reduce" for step in body.steps):

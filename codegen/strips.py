@@ -45,7 +45,7 @@ def strip_of(body: Body, tuning: Tuning, longest: int) -> int:
     row, even = lanes_needed(body), body.extent % KNOWN == 0
     if row_bytes(body) < (LEAST if sums_only(body) else LEAST // 2):
         return 0
-    if body.kept <= tuning.few or even and row <= 4 * SMALLEST or not settings.enabled("row_strips") or not _can_be_cut(body):
+    if body.kept <= tuning.few or even and row <= 4 * SMALLEST or not settings.enabled("row_strips") or not can_be_cut(body):
         return 0
     pieces = _pieces(body)
     strip = _snug(row, pieces, (even or pieces > FEW) and not _draws_by_eight(body))
@@ -156,7 +156,7 @@ def _draws_by_eight(body: Body) -> bool:
     return any(isinstance(step.payload, Stream) and step.payload.vector > WORDS for step in body.steps if step.stage == "random")
 
 
-def _can_be_cut(body: Body) -> bool:
+def can_be_cut(body: Body) -> bool:
     """Are rows reduced from their own elements, and not scanned?"""
     reduces = [step for step in body.steps if step.stage == "reduce" and not step.across]
     scans = any(step.stage == "scan" for step in body.steps)

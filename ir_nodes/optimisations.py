@@ -47,6 +47,7 @@ OPTIMISATIONS: dict[str, str] = {
     "shared_rows": "what all rows of a block share is loaded for each of them, where a sum of a row is made of it",
     "branches": "programs that lie within one of several parts compute that part only",
     "row_strips": "rows that no power of two fits are held in registers in several strips",
+    "short_rows": "a thread holds whole rows of a few elements, one element after the other",
     "aligned_rows": "rows that start or end off 16-byte boundaries are read in whole vectors",
     "stored_by_makers": "parts of a concatenation are stored into their places by the kernel that makes them",
     "loop_order": "a kernel walks its dimensions in the order that suits its operands",

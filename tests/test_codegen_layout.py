@@ -133,6 +133,13 @@ def lane(step: KernelStep) -> int:
     return blocks["B0"] * blocks["B1"] // (32 * step.kernel.num_warps)
 
 
+@pytest.mark.parametrize("function", [torch.sin, torch.cos, torch.tan])
+def test_angles_of_half_the_elements_a_thread(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """What reduces large ones is code for each of them, too much of which no longer lies in a cache."""
+    x = torch.zeros(1 << 22, dtype=torch.bfloat16)
+    assert lane(only(lambda x: function(x) * 2, x)) == 8 < lane(only(lambda x: x.exp() * 2, x))
+
+
 def test_what_a_cache_holds_does_not_take_elements_from_threads() -> None:
     """Tables that all heads share; halves that are tensors of their own do."""
     x = torch.randn(8, 1024, 16, 64).bfloat16()

@@ -152,7 +152,7 @@ def test_columns_beside_rows(length: int, dtype: torch.dtype) -> None:
     g, x, w = data(37, length, dtype=dtype), data(37, length, dtype=dtype, seed=1), data(length, dtype=dtype, seed=2)
     made = check(rms_norm_backward, g, x, w, tuning=ROWS, rtol=3e-2, atol=1e-1)
     first, second = kernels(made)
-    assert strips(first) and "for r in" in first.kernel.source and not strips(second)
+    assert strips(first) and "for r in" in first.kernel.source and "for r in" not in second.kernel.source
     sums = kernels(check(lambda x: (x.sum(0), x.sum(1)), x, tuning=ROWS, rtol=2e-2, atol=1e-1))[0]
     assert bool(strips(sums)) == (x[0].nbytes >= LEAST)
 
