@@ -6,11 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Callable, Hashable, Iterable, Mapping
 
-from codegen.body import Scratch
 from codegen.emit import emit_group
 from codegen.group import Group
 from codegen.instructions import Named
 from codegen.kernel import KernelArg, KernelStep, Offset, Pointer, Scalar, Seed, Temporary
+from codegen.scratch import Scratch
 from codegen.tuning import Tuning
 from ir_nodes.node import Buffer, Node, Value
 

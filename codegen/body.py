@@ -11,9 +11,8 @@ from codegen import forms, mixing
 from codegen.forms import Form, Reduced
 from codegen.group import Group, Unit, level_in
 from codegen.instructions import FULL, IN_BITS, KEPT, UNIFORM, Instr, MemAccess
-from codegen.kernel import Temporary
 from codegen.picked import pick
-from ir_nodes.node import Buffer, BufferKind, Value
+from ir_nodes.node import Value
 
 PlaceKey = tuple[int, Form, torch.dtype, int]
 
@@ -104,6 +103,7 @@ class BodyBuilder:
         self._made: dict[int, Step] = {}
         self._current: dict[PlaceKey, Step] = {}  # what the group wrote to a place
         self._loaded: dict[tuple[PlaceKey, int], Step] = {}
+        self._conditional: dict[tuple[PlaceKey, int], Step] = {}  # the first load of a place under a condition
         self._written: dict[PlaceKey, list[tuple[MemAccess, int]]] = {}
         self._puts: list[Step] = []
         self._writes = {access.value.buffer for unit in group.units if unit.part for mode, access in unit.part.accesses()
@@ -187,20 +187,33 @@ class BodyBuilder:
         key = (place, level if self.group.split or across else FULL)  # where there are two kernels, each loads for itself
         if key in self._loaded:
             return self._loaded[key]
-        if valid:
-            return self.body.add(Step("load", instr.dtype, level, 0, valid, access=access, form=form, kept_form=access.form))
+        if valid and any(stride for _, stride in form):
+            return self._where(Step("load", instr.dtype, level, 0, valid, access=access, form=form, kept_form=access.form), key)
+        if key in self._conditional:
+            return self._everywhere(key)
         loosest = level if across else self._loosest(form, level)
         step = Step("load", instr.dtype, loosest, access=access, form=form, kept_form=access.form, across=across)
         self._loaded[key] = self.body.add(step)
         return self._loaded[key]
 
+    def _where(self, load: Step, key: tuple[PlaceKey, int]) -> Step:
+        """The ``load`` under a condition; under none where it is made under another one, too, and nothing lies outside memory."""
+        first = self._conditional.setdefault(key, load)
+        if first is not load and first.args == load.args:
+            return first
+        return self.body.add(load) if first is load or not _inside(load) else self._everywhere(key)
+
+    def _everywhere(self, key: tuple[PlaceKey, int]) -> Step:
+        """The load of a place under a condition, made under none."""
+        found = self._loaded[key] = self._conditional[key]
+        found.args = ()
+        return found
+
     def _loosest(self, form: Form, level: int) -> int:
         """A load that does not change along the reduced dimensions belongs outside the loop over them."""
         if not any(stride for _, stride in form):
             return UNIFORM if self.group.reduced is None or self.group.split else KEPT
-        if self.group.split:
-            return level
-        if self.group.reduced is None or level == KEPT:
+        if self.group.split or self.group.reduced is None or level == KEPT:
             return level
         dims = forms.dims_of(self._cuts(form), self.group.numel)
         strides = forms.strides_over(form, dims)
@@ -269,6 +282,15 @@ class BodyBuilder:
         return self._computed[key]
 
 
+def _inside(load: Step) -> bool:
+    """Does it stay within its buffer whatever the condition?"""
+    access = load.access
+    assert access is not None
+    end = access.byte_offset + forms.reach(load.form) * access.dtype.itemsize
+    forward = access.byte_offset >= 0 and all(stride >= 0 for _, stride in load.form)
+    return forward and end <= access.value.buffer.nbytes
+
+
 def reduced_flags(dims: tuple[int, ...], reduced: Reduced | None) -> tuple[bool, ...]:
     """For each dimension whether it lies inside a reduced interval."""
     flags, position = [], 1
@@ -276,23 +298,3 @@ def reduced_flags(dims: tuple[int, ...], reduced: Reduced | None) -> tuple[bool,
         flags.append(any(lower <= position and position * extent <= upper for lower, upper in reduced or ()) and extent > 1)
         position *= extent
     return tuple(reversed(flags))
-
-
-class Scratch:
-    """The plan's scratch memory: one temporary per scratch buffer."""
-
-    def __init__(self) -> None:
-        self._made: dict[Buffer, Temporary] = {}
-
-    def of(self, value: Value) -> Temporary:
-        return self._made.setdefault(value.buffer, Temporary(len(self._made), value.buffer.nbytes))
-
-    def more(self, nbytes: int) -> Temporary:
-        """Scratch memory that no value names."""
-        return self.of(Value(Buffer(-1, nbytes, BufferKind.FRESH, False), 1))
-
-    def __contains__(self, value: Value) -> bool:
-        return value.buffer in self._made
-
-    def all(self) -> tuple[Temporary, ...]:
-        return tuple(self._made.values())

@@ -14,6 +14,7 @@ from typing import Callable
 import torch
 
 from codegen.body import Step
+from codegen.forms import reach
 from codegen.instructions import Instr
 from codegen.lowering import Lowering
 from codegen.source_args import SMALL
@@ -68,7 +69,7 @@ def parted(index: Step) -> tuple[Step, int]:
 def span(index: Step) -> tuple[int, int] | None:
     """The least and the largest that ``index`` can be; None where that is not known."""
     if index.stage == "coord":
-        return 0, sum((size - 1) * stride for size, stride in index.form)
+        return 0, reach(index.form) - 1
     found = _STEP.fullmatch(index.text) if index.stage == "expr" else None
     known = span(index.args[0]) if found is not None else None
     if found is None or known is None:

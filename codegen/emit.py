@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Callable
 
 from codegen.apart import store_apart
-from codegen.body import Body, BodyBuilder, Scratch
+from codegen.body import Body, BodyBuilder
 from codegen.exponents import fold_logarithms, powers_first, raise_exponentials, scale_exponentials
 from codegen.group import Group, new_group
 from codegen.instructions import KEPT
@@ -18,6 +18,7 @@ from codegen.onehot import sum_one_hots
 from codegen.online import merge_passes
 from codegen.packed_source import Unpackable
 from codegen.reuse import reuses, settles
+from codegen.scratch import Scratch
 from codegen.shares import divided
 from codegen.source_args import ArgumentList
 from codegen.split import mixed_body, split_body

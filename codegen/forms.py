@@ -158,6 +158,11 @@ def touched(form: Form) -> int:
     return math.prod(extent for extent, stride in form if stride)
 
 
+def reach(form: Form) -> int:
+    """One more than the last address."""
+    return 1 + sum((size - 1) * stride for size, stride in form)
+
+
 def along(form: Form, interval: tuple[int, int], numel: int) -> tuple[int, Form] | None:
     """The stride of ``form`` along an interval of the linear index, and the form of what is left; None where it has several."""
     all_cuts = merge_cuts(reduced_cuts((interval,), numel), cuts(form))

@@ -128,7 +128,8 @@ class Puller:
         form, byte_offset, shift = mapped
         if held is not None:
             return _as_it_lies(*held, (form, byte_offset, access.dtype))
-        seen = replace(access, form=form, byte_offset=byte_offset, shift=access.shift + shift, level=FULL)
+        moved_back = access.shift + shift if byte_offset < 0 else 0
+        seen = replace(access, form=form, byte_offset=byte_offset, shift=moved_back, level=FULL)
         conditions = () if self.valid is None else (self.valid,)
         return self.lowering.add(Instr("load", dtype, FULL, conditions, access=seen, rounded=rounded))
 

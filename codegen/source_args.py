@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import torch
 
-from codegen.body import Scratch
 from codegen.instructions import MemAccess
 from codegen.kernel import KernelArg, Offset, Pointer, Scalar, Seed, Size, Temporary
+from codegen.scratch import Scratch
 from ir_nodes.node import Buffer, Value
 
 POINTER_TYPES = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Iterable, Mapping, Sequence
 
 from codegen.alike import Emitter
-from codegen.body import Scratch
 from codegen.engine import Unmade
 from codegen.group import Group, Unit
 from codegen.kernel import ExternStep, KernelStep, Temporary
+from codegen.scratch import Scratch
 from codegen.tuning import Tuning
 from ir_nodes.node import Buffer, Value
 
