@@ -25,7 +25,7 @@ SECTOR = 32
 """Bytes that memory gives at a time."""
 SQUARES = 4096
 """Results whose squares are enough for all of the machine."""
-TABLES = 1
+TABLES = 2
 """Such numbers, of each group of channels of each image, that are loaded for each element at most. (Beside a sum for each channel
 of the gradient of a norm over groups of 32 x 128 x 64 x 64, which has four: 509 us on an H200.)"""
 LARGE, SHORT, HELD, FEW = 1 << 20, 256, 8192, 64

@@ -57,9 +57,10 @@ def remember(graph: Graph, node: Node, parts: list[Part], recipes: Recipes) -> N
     if node.name in COPIES:
         if source.layout.dtype in HALF and write.layout.dtype is torch.float32:
             recipes[write.value] = Recipe(source, torch.float32)
-    elif source.layout.itemsize <= write.layout.itemsize and len(parts) == 1 and parts[0].reduced:
+    elif source.layout.itemsize <= write.layout.itemsize and parts[0].reduced:
         size, part = write.layout.size, parts[0]
-        rows = tuple(access.value for mode, access in part.accesses() if mode == "w" and access.value.buffer.index < 0)
+        rows = tuple(access.value for one in parts for mode, access in one.accesses()
+                     if mode == "w" and access.value.buffer.index < 0)
         embedded = forms.embed(forms.collapse((part.kept,), (1,)), part.reduced or (), part.numel)
         if embedded is not None:
             recipes[write.value] = Recipe(source, write.layout.dtype, rows, forms.collapse(size, write.layout.stride), embedded,

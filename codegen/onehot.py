@@ -8,6 +8,7 @@ with sums of columns. Otherwise the kernel's body is rewritten.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Iterable, Mapping
 
 import torch
 
@@ -92,12 +93,25 @@ def _behind(instrs: list[Instr]) -> dict[Instr, None]:
 def known_sums(part: Part, hots: Hots) -> Part:
     """The part with sums of rows that ``hots`` knows replaced by the one number; the same part where others are left."""
     reduces = {instr: hots.get(_loaded(instr)) for instr in part.instrs if instr.kind == "reduce"} if hots else {}
-    fits = all(hot is not None and _sums(part, instr, hot) for instr, hot in reduces.items())
-    if not reduces or not fits or any(instr.level == KEPT and instr.kind not in ("expr", "reduce") for instr in part.instrs):
+    if not reduces or not all(hot is not None and _sums(part, instr, hot) for instr, hot in reduces.items()):
         return part
+    kinds = {instr.kind for instr in part.instrs if instr.level == KEPT}
+    if kinds <= {"expr", "reduce"}:
+        return Part(part.node, part.numel, None, _with_numbers(part.instrs, reduces), False, part.after, part.later)
+    stored = any(instr.kind == "store" and instr.level != KEPT for instr in part.instrs)
+    if stored or not kinds <= {"expr", "reduce", "store"}:
+        return part
+    made = _with_numbers(part.instrs, reduces)
+    needed = _behind([instr for instr in made if instr.kind == "store"])
+    rows = _of_rows([instr for instr in made if instr in needed], part.numel // part.kept)
+    return Part(part.node, part.kept, None, rows, False, part.after, part.later)
+
+
+def _with_numbers(instrs: Iterable[Instr], reduces: Mapping[Instr, Hot | None]) -> list[Instr]:
+    """The instructions with each of ``reduces`` replaced."""
     made: dict[Instr, Instr] = {}
     out: list[Instr] = []
-    for instr in part.instrs:
+    for instr in instrs:
         hot = reduces.get(instr)
         if hot is None:
             new = replace(instr, args=tuple(made[arg] for arg in instr.args), level=FULL if instr.level == KEPT else instr.level)
@@ -110,7 +124,21 @@ def known_sums(part: Part, hots: Hots) -> Part:
             count = Instr("size", index.dtype, UNIFORM, payload=hot.extent)
             out += [count, Instr("expr", instr.dtype, FULL, (index, value, count), hot.rounding.replace("{0}", _ALONE))]
         made[instr] = out[-1]
-    return Part(part.node, part.numel, None, out, False, part.after, part.later)
+    return out
+
+
+def _of_rows(instrs: Iterable[Instr], extent: int) -> list[Instr]:
+    """The same for each row of ``extent`` elements, of which they have one number for all, not for each element."""
+    made: dict[Instr, Instr] = {}
+    for instr in instrs:
+        access = instr.access
+        if access is not None and instr.kind == "load" and access.form:
+            *form, (size, _) = access.form
+            access = replace(access, form=(*form, (size // extent, 0)) if size > extent else tuple(form))
+        elif access is not None:
+            access = replace(access, level=FULL)
+        made[instr] = replace(instr, args=tuple(made[arg] for arg in instr.args), access=access)
+    return list(made.values())
 
 
 def _loaded(instr: Instr) -> Value | None:

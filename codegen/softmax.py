@@ -48,7 +48,7 @@ def lower_softmax(node: Node, scratch: int) -> list[Part]:
     args = arguments(node)
     source = operand_of(args["self"])
     lowering, dims = reduction(node, source, args["dim"])
-    if moments.few_and_long(source.layout, dims) and not _in_a_loss(node):
+    if moments.few_and_long(source.layout, dims):
         return _softmax_in_parts(node, source, dims, scratch)
     value = lowering.load(source)
     highest = lowering.reduce("max", value)
@@ -56,34 +56,25 @@ def lower_softmax(node: Node, scratch: int) -> list[Part]:
     # A sum of exponentials of numbers with 8 bits, of which the logarithm is taken: the fast function does.
     grown = exp(lowering, shifted, node.name == "_log_softmax" and _narrow(source))
     total = lowering.reduce("add", grown)
-    result, numbers = _shared_out(lowering, shifted, highest, total, grown)
     if node.name == "_log_softmax":
-        _keep(lowering, scratch, numbers)
-    lowering.write(0, result)
+        total = lowering.expr("libdevice.log({0})", total, dtype=total.dtype)
+        _keep(lowering, scratch, (highest, total))
+    lowering.write(0, _shared_out(lowering, shifted, total, grown))
     return [lowering.part]
 
 
-def _shared_out(lowering: Lowering, shifted: Instr, highest: Instr, total: Instr, grown: Instr
-                ) -> tuple[Instr, tuple[Instr, ...]]:  # fmt: skip
-    """The op's result from each element less its row's maximum, and from the row's sum; and a row's numbers that a logarithm is
-    less."""
+def _shared_out(lowering: Lowering, shifted: Instr, total: Instr, grown: Instr) -> Instr:
+    """The op's result from each element less its row's maximum, and from the row's sum, or the sum's logarithm."""
     node = lowering.part.node
     if node.name == "_softmax" and node.writes[0].layout.dtype in HALF:
         share = lowering.expr("1.0 / {0}", total, dtype=total.dtype)  # once per row; the result's rounding hides the difference
-        return lowering.expr("{0} * {1}", grown, share, dtype=total.dtype), ()
+        return lowering.expr("{0} * {1}", grown, share, dtype=total.dtype)
     if node.name == "_softmax" and total.dtype is torch.float32:
         share = lowering.expr("tl.math.div_rn(1.0, {0})", total, dtype=total.dtype)
-        return lowering.expr("_share({0}, {1}, {2})", grown, total, share, dtype=total.dtype), ()
+        return lowering.expr("_share({0}, {1}, {2})", grown, total, share, dtype=total.dtype)
     if node.name == "_softmax":
-        return lowering.expr(f"{function('div', total.dtype, False)}({{0}}, {{1}})", grown, total, dtype=total.dtype), ()
-    logarithm = lowering.expr("libdevice.log({0})", total, dtype=total.dtype)
-    return lowering.expr("{0} - {1}", shifted, logarithm, dtype=total.dtype), (highest, logarithm)
-
-
-def _in_a_loss(node: Node) -> bool:
-    """Is it a part of a loss over classes, which keeps nothing for each element?"""
-    near = [*node.writes[0].value.users, *(read.value.producer for read in node.reads)]
-    return "log" in node.name and any(other is not None and other.name.startswith("nll_loss") for other in near)
+        return lowering.expr(f"{function('div', total.dtype, False)}({{0}}, {{1}})", grown, total, dtype=total.dtype)
+    return lowering.expr("{0} - {1}", shifted, total, dtype=total.dtype)
 
 
 def highest_of(node: Node, source: Operand, dims: Sequence[int], scratch: int) -> tuple[Part, Operand]:
@@ -100,12 +91,15 @@ def _softmax_in_parts(node: Node, source: Operand, dims: Sequence[int], scratch:
     sums.part.apart = True
     value = sums.load(source)
     shifted = sums.expr("{0} - {1}", value, sums.load(highest, KEPT), dtype=value.dtype)
-    total = moments.keep(sums, scratch + 1, sums.reduce("add", exp(sums, shifted, rough)))
+    summed = sums.reduce("add", exp(sums, shifted, rough))
+    if node.name == "_log_softmax":
+        summed = sums.expr("libdevice.log({0})", summed, dtype=summed.dtype)
+    total = moments.keep(sums, scratch + 1, summed)
     last = Lowering(node, source.layout.size)
     value = last.load(source)
     most, sum_ = (last.load(moments.spread(number, dims, rank)) for number in (highest, total))
     shifted = last.expr("{0} - {1}", value, most, dtype=value.dtype)
-    last.write(0, _shared_out(last, shifted, most, sum_, exp(last, shifted, rough))[0])
+    last.write(0, _shared_out(last, shifted, sum_, exp(last, shifted, rough)))
     return [first, sums.part, last.part]
 
 
@@ -127,7 +121,7 @@ def lower_softmax_backward(node: Node, scratch: int) -> list[Part]:
     plain = node.name == "_log_softmax_backward_data"
     total = lowering.reduce("add", grad if plain else lowering.expr("{0} * {1}", grad, output, dtype=grad.dtype))
     parts = [lowering.part]
-    if moments.few_and_long(grad_operand.layout, dims) and not _in_a_loss(node):
+    if moments.few_and_long(grad_operand.layout, dims):
         (number,) = moments.handed_on(lowering, scratch, (total,), dims)
         lowering = Lowering(node, grad_operand.layout.size)
         parts.append(lowering.part)

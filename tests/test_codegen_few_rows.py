@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, Callable
 
 import pytest
@@ -90,18 +91,65 @@ def test_rows_without_a_finite_number(tuning: Tuning) -> None:
     check(lambda x: (x.softmax(-1), x.log_softmax(-1), x.logsumexp(-1)), x, tuning=tuning)
 
 
-@pytest.mark.usefixtures("short")
-def test_a_loss_keeps_nothing_for_each_element() -> None:
-    """Its rows are walked by one program each, however few they are."""
-    target = torch.tensor([3, 7])
+def loss(x: Tensor, *, rows: int = 3, **options: Any) -> list[Tensor]:
+    target = torch.tensor([3, 7, 401])[:rows]
+    leaf = x.detach().requires_grad_()
+    out = F.cross_entropy(leaf.float(), target, **options)
+    return [out.detach(), *torch.autograd.grad(out, leaf, torch.ones_like(out) / 3)]
 
-    def loss(x: Tensor) -> list[Tensor]:
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_loss_keeps_nothing_for_each_element(rows: int) -> None:
+    """Programs share rows to find their maxima and sums; the gradient is made of the logits."""
+    made = check(partial(loss, rows=rows), data(rows, 500, dtype=torch.bfloat16), tuning=SPLIT, combos=True, rtol=2e-2, atol=2e-2)
+    assert sum(step.grid[0] > rows for step in kernels(made)) == 3
+    assert max(temporary.nbytes for temporary in made.temporaries) < 500
+    assert sum("log_softmax_backward_data_to_copy" in step.kernel.name for step in kernels(made)) == 1
+
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "of each": {"reduction": "none"}, "sum": {"reduction": "sum"}, "one ignored": {"ignore_index": 7},
+    "weighed": {"weight": torch.linspace(0.5, 2, 500)}, "smoothed": {"label_smoothing": 0.1},
+}
+
+
+@TUNINGS
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("options", LOSSES.values(), ids=LOSSES)
+def test_losses(options: dict[str, Any], tuning: Tuning) -> None:
+    check(partial(loss, **options), data(3, 500), tuning=tuning, combos=True, rtol=1e-5, atol=1e-6)
+
+
+@TUNINGS
+@pytest.mark.usefixtures("short")
+def test_a_loss_of_few_pixels(tuning: Tuning) -> None:
+    target = torch.tensor([[3, 7, 2], [250, 1, 0]])
+
+    def program(x: Tensor) -> list[Tensor]:
         leaf = x.detach().requires_grad_()
-        out = F.cross_entropy(leaf.float(), target)
+        out = F.cross_entropy(leaf, target)
         return [out.detach(), *torch.autograd.grad(out, leaf)]
 
-    made = check(loss, data(2, 500, dtype=torch.bfloat16), rtol=2e-2, atol=2e-2)
-    assert sum("log_softmax" in step.kernel.name for step in kernels(made)) <= 2
+    check(program, data(2, 300, 3), tuning=tuning, rtol=1e-5, atol=1e-6)
+
+
+@TUNINGS
+@pytest.mark.usefixtures("short")
+def test_what_is_handed_on_may_be_overwritten(tuning: Tuning) -> None:
+    """Then the sum of the gradient's rows is not known, and the logits are read while they are there."""
+    target = torch.tensor([3, 7, 401])
+
+    def program(x: Tensor) -> list[Tensor]:
+        leaf, labels = x.clone().requires_grad_(), target.clone()
+        out = F.cross_entropy(leaf, labels)
+        found = out.detach()
+        (grad,) = torch.autograd.grad(out, leaf)
+        leaf.detach().mul_(2)
+        labels.zero_()
+        return [found, grad, leaf.detach(), labels]
+
+    check(program, data(3, 500), tuning=tuning, rtol=1e-5, atol=1e-6)
 
 
 def counts(program: Callable[[Tensor], Any], *size: int) -> list[int]:
