@@ -30,6 +30,8 @@ kernels), but 224, 267 and 388 in rows of 384, 320 and 264, which no strips fit 
 
 SHORT = 128
 """Elements of a row up to which it does not matter whether rows start on boundaries."""
+LONG = 1 << 15
+"""Elements of a row that take one program longer than many programs a launch of their own."""
 LONE = 1_000_000
 """Instructions of a program among few from which elementwise ops are a kernel of their own, whose programs fill the machine: four
 microseconds of a multiprocessor, more than the launch costs. On an H200, a softmax over columns of a cosine of a product over
@@ -94,6 +96,8 @@ def can_fuse(left: Group, right: Group) -> Joint | str:
             return mixed
     if joint.reduced is not None and (left.reduced is None or right.reduced is None) and _works_alone(left, right, joint):
         return "a few programs that reduce long rows would compute what many could"
+    if joint.reduced is not None and _only_picks(left, right, joint):
+        return "one picks an element of each of a few long rows, which many programs walk for the other"
     apart = one_pass.refused(left, right) if joint.reduced is not None else None
     apart = apart or across.refused(left, right, joint) or _lie_off(left, right)
     return apart or _memory_reason(left, right, joint) or _split_reason(left, right, joint) or joint
@@ -143,6 +147,15 @@ def _works_alone(left: Group, right: Group, joint: Joint) -> bool:
     units = [unit for group in (left, right) for unit in group.units if unit not in joint.kept_units]
     parts = [unit.part for unit in units if unit.part is not None and info(unit.node.target).kind == "pointwise"]
     return each * sum(part.facts.work for part in parts) > LONE + _spared(left, right) // BYTES
+
+
+def _only_picks(left: Group, right: Group, joint: Joint) -> bool:
+    """Is nothing reduced in rows so few and long that programs had better share them?"""
+    extent = forms.reduced_extent(joint.reduced or ())
+    if joint.split or extent <= LONG or 4 * joint.numel > HOPPER.programs * extent or left.reduced and right.reduced:
+        return False
+    rows = left if left.reduced is not None else right
+    return all(unit.part.facts.kinds.isdisjoint(("reduce", "scan")) for unit in rows.units if unit.part is not None)
 
 
 def _spared(left: Group, right: Group) -> int:

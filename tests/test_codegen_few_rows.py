@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from graphs import check, kernels, record
 from torch import Tensor
 
-from codegen import moments, statistics
+from codegen import moments, rules, statistics
 from codegen.fuse import plan
 from codegen.tuning import HOPPER, Tuning
 from ir_nodes import settings
@@ -26,6 +26,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are long from 64 elements on, columns from 4, and for places all are."""
     monkeypatch.setattr(moments, "LONG_ROW", 64)
+    monkeypatch.setattr(rules, "LONG", 64)
     monkeypatch.setattr(statistics, "KEYED", 0)
 
 
