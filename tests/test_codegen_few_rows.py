@@ -104,9 +104,10 @@ def loss(x: Tensor, *, rows: int = 3, **options: Any) -> list[Tensor]:
 def test_a_loss_keeps_nothing_for_each_element(rows: int) -> None:
     """Programs share rows to find their maxima and sums; the gradient is made of the logits."""
     made = check(partial(loss, rows=rows), data(rows, 500, dtype=torch.bfloat16), tuning=SPLIT, combos=True, rtol=2e-2, atol=2e-2)
-    assert sum(step.grid[0] > rows for step in kernels(made)) == 3
+    assert sum(step.grid[0] > rows for step in kernels(made) if step.kernel.name.startswith("reduce")) == 2
     assert max(temporary.nbytes for temporary in made.temporaries) < 500
-    assert sum("log_softmax_backward_data_to_copy" in step.kernel.name for step in kernels(made)) == 1
+    gradients = [step.kernel.name for step in kernels(made) if "log_softmax_backward_data_to_copy" in step.kernel.name]
+    assert len(gradients) == 1 and gradients[0].startswith("pointwise")
 
 
 LOSSES: dict[str, dict[str, Any]] = {
