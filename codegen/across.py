@@ -14,6 +14,8 @@ from __future__ import annotations
 import itertools
 import operator
 
+import torch
+
 from codegen import forms
 from codegen.body import reduced_flags
 from codegen.footprint import Footprint
@@ -25,9 +27,10 @@ SECTOR = 32
 """Bytes that memory gives at a time."""
 SQUARES = 4096
 """Results whose squares are enough for all of the machine."""
-TABLES = 2
+TABLES = 1
 """Such numbers, of each group of channels of each image, that are loaded for each element at most. (Beside a sum for each channel
-of the gradient of a norm over groups of 32 x 128 x 64 x 64, which has four: 509 us on an H200.)"""
+of the gradient of a norm over groups of 32 x 128 x 64 x 64, which has four: 509 us on an H200.) Masks do not count: what two hide
+of 64 x 80 x 3,000 takes 122 us with the sum of what they hide, 150 apart."""
 LARGE, SHORT, HELD, FEW = 1 << 20, 256, 8192, 64
 """Elements of a kernel that is worth another launch, of rows of which a program holds several, so that it reads squares, of rows
 that a program may hold in registers, and of neighbours that have one number. (The gradient of the largest of 20, summed for each
@@ -115,7 +118,7 @@ def _looks_up(group: Group, joint: Joint) -> bool:
     codes of 64 numbers, with their gradients: 104 us on an H200, 282 where differences are stored.)"""
     read = [foot for feet in group.touched.values() for foot in feet.values() if not foot.written]
     costly = any(_is_whole(foot, joint) or foot.form and foot.form[-1][0] < FEW for foot in read)
-    return costly and sum(_goes_both_ways(foot, joint) for foot in read) > TABLES
+    return costly and sum(foot.dtype is not torch.bool and _goes_both_ways(foot, joint) for foot in read) > TABLES
 
 
 def _goes_both_ways(foot: Footprint, joint: Joint) -> bool:
