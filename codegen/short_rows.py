@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Sequence
 
 from codegen.body import Body, Step
-from codegen.instructions import FULL
+from codegen.instructions import FULL, IN_BITS
 from codegen.row_traits import loads, narrow
 from codegen.strips import can_be_cut
 from codegen.tile import Axis, Strides, Tile, warps_for
@@ -31,8 +31,8 @@ def short_tile(body: Body, dims: tuple[int, ...], strides: Strides, kept: Sequen
     """None where rows are longer, are none, or lie in memory as vectors that a thread loads anyway."""
     full = [step for step in body.steps if step.access is not None and step.level == FULL]
     short = 2 <= body.extent <= LONGEST and can_be_cut(body) and settings.enabled("short_rows")
-    draws = any(step.stage == "random" for step in body.steps)
-    if not short or draws or not loads(body) or _as_vectors(full, body, strides, gone):
+    by_eight = any(step.stage == "random" or step.text == IN_BITS for step in body.steps)
+    if not short or by_eight or not loads(body) or _as_vectors(full, body, strides, gone):
         return None
     lane = min(BYTES // (2 if narrow(body) else 4), HELD // power_of_two(body.extent))
     while lane > 1 and body.kept < tuning.programs * WARPS * 32 * lane:  # few rows: more threads
