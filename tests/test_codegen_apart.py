@@ -54,11 +54,12 @@ def made(program: Loss, x: Tensor, target: Tensor, tuning: object = FEW) -> Kern
                                                (50_257, torch.float32)])
 def test_no_element_asks_whether_it_is_the_one(extent: int, dtype: torch.dtype, tuning: object) -> None:
     x, target = inputs(extent, dtype)
-    source = made(loss, x, target, tuning).source
+    with settings.override(disable="long_norms"):  # programs would share so few rows
+        source = made(loss, x, target, tuning).source
+        check(loss, x, target, tuning=tuning, rtol=1.6e-2 if dtype is torch.bfloat16 else 2e-5, atol=1e-6)  # type: ignore[arg-type]
     assert not ASKED.search(source) and len(APART.findall(source)) == 1
     assert source.rindex("tl.debug_barrier()") < APART.search(source).start()  # type: ignore[union-attr]
-    check(loss, x, target, tuning=tuning, rtol=1.6e-2 if dtype is torch.bfloat16 else 2e-5, atol=1e-6)  # type: ignore[arg-type]
-    with settings.override(disable="stores_apart"):
+    with settings.override(disable=frozenset({"long_norms", "stores_apart"})):
         source = made(loss, x, target, tuning).source
         assert ASKED.search(source) and not APART.search(source)
 

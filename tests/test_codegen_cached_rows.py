@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Iterator
 
 import pytest
 import torch
@@ -28,10 +29,12 @@ WHOLE = replace(HOPPER, few=MANY - 1, programs=2)
 
 
 @pytest.fixture(autouse=True)
-def others_are_not_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some of these rows would be held by programs, see test_codegen_held_rows.py."""
+def others_are_not_faster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Some of these rows would be held by programs, see test_codegen_held_rows.py, and so few long ones shared."""
     for name in ("ALONE", "SEVERAL"):
         monkeypatch.setattr(cached_rows, name, {2: (), 4: ()})
+    with settings.override(disable="long_norms"):
+        yield
 
 
 def cached(x: Tensor, target: Tensor, program: object = loss, tuning: object = FEW) -> list[Kernel]:
@@ -41,8 +44,7 @@ def cached(x: Tensor, target: Tensor, program: object = loss, tuning: object = F
 
 def one_of_many(program: object, dtype: torch.dtype, extent: int) -> Kernel:
     """The kernel where there are enough rows for a program each."""
-    with settings.override(disable="long_norms"):
-        (kernel,) = cached(torch.empty(MANY, extent, dtype=dtype), torch.zeros(MANY, dtype=torch.long), program, WHOLE)
+    (kernel,) = cached(torch.empty(MANY, extent, dtype=dtype), torch.zeros(MANY, dtype=torch.long), program, WHOLE)
     return kernel
 
 
@@ -115,9 +117,8 @@ def test_other_floats(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_softmax(dtype: torch.dtype) -> None:
     x, target = inputs(32_000 if dtype is torch.bfloat16 else 50_264, dtype)
-    with settings.override(disable="long_norms"):  # programs would share so few rows
-        check(softmax, x, target, tuning=FEW, count=1)
-        assert len(cached(x, target, softmax)) == 1
+    check(softmax, x, target, tuning=FEW, count=1)
+    assert len(cached(x, target, softmax)) == 1
 
 
 def test_only_sums_of_float32_take_the_fast_exponential() -> None:
@@ -152,9 +153,8 @@ def test_what_is_computed_of_logits_is_computed_once_a_walk() -> None:
     def halved(x: Tensor, target: Tensor) -> Tensor:
         return (torch.tanh(x.float() / 30) * 30).softmax(1).to(x.dtype)
 
-    with settings.override(disable="long_norms"):
-        check(halved, x, target, tuning=FEW, rtol=2e-2, atol=1e-6)
-        sources = [kernel.source for kernel in cached(x, target, halved)]
+    check(halved, x, target, tuning=FEW, rtol=2e-2, atol=1e-6)
+    sources = [kernel.source for kernel in cached(x, target, halved)]
     assert sources and all("_held0" in source and "_near = " not in source for source in sources)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Iterator
 
 import pytest
 import torch
@@ -24,6 +25,13 @@ ROWS = 3
 FEW = replace(HOPPER, few=ROWS - 1, programs=2)
 TOLERANCE = {torch.bfloat16: {}, torch.float16: {"rtol": 1e-3, "atol": 1e-6}, torch.float32: {"rtol": 2e-5, "atol": 1e-6}}
 BOTH = [torch.bfloat16, torch.float32]
+
+
+@pytest.fixture(autouse=True)
+def programs_share_no_rows() -> Iterator[None]:
+    """Which they would where there are so few."""
+    with settings.override(disable="long_norms"):
+        yield
 
 
 def rows_of(extent: int) -> int:
@@ -48,10 +56,9 @@ def empty(program: object, extent: int, dtype: torch.dtype, tuning: Tuning = FEW
 @pytest.mark.parametrize("program", [loss, softmax])
 def test_numbers(program: object, dtype: torch.dtype, extent: int, programs: int) -> None:
     x, target = inputs(extent, dtype)
-    with settings.override(disable="long_norms"):  # programs would share so few rows
-        (step,) = held(program, x, target)
-        assert step.kernel.cluster == programs
-        check(program, x, target, tuning=FEW, **TOLERANCE[dtype])  # type: ignore[arg-type]
+    (step,) = held(program, x, target)
+    assert step.kernel.cluster == programs
+    check(program, x, target, tuning=FEW, **TOLERANCE[dtype])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -77,8 +84,7 @@ def test_numbers_of_many_small_programs(full: str, programs: int, dtype: torch.d
     (torch.float32, 128_256, 8, 5), (torch.float32, 212_988, 8, 8), (torch.float32, 256_000, 16, 5)])
 @pytest.mark.parametrize("program", [loss, softmax])
 def test_how_many_programs_hold_a_row(program: object, dtype: torch.dtype, extent: int, warps: int, programs: int) -> None:
-    with settings.override(disable="long_norms"):
-        step = empty(program, extent, dtype)
+    step = empty(program, extent, dtype)
     assert (step.kernel.num_warps, step.kernel.cluster, step.grid) == (warps, programs, (rows_of(extent) * programs, 1, 1))
 
 
@@ -97,11 +103,10 @@ def test_exponentials_take_the_places_of_elements(program: object, last: float) 
     extent = 60_000
     x, target = inputs(extent, torch.float32)
     x[0, :40_000], x[1], x[1, 6], x[2, 7] = float("-inf"), -300.0, 100.0, last
-    with settings.override(disable="long_norms"):
-        source = empty(program, extent, torch.float32).kernel.source
-        check(program, x, target, tuning=FEW, **TOLERANCE[torch.float32])  # type: ignore[arg-type]
-        x[2] = float("-inf")
-        check(program, x, target, tuning=FEW, **TOLERANCE[torch.float32])  # type: ignore[arg-type]
+    source = empty(program, extent, torch.float32).kernel.source
+    check(program, x, target, tuning=FEW, **TOLERANCE[torch.float32])  # type: ignore[arg-type]
+    x[2] = float("-inf")
+    check(program, x, target, tuning=FEW, **TOLERANCE[torch.float32])  # type: ignore[arg-type]
     held = set(re.findall(r"_held\d+", source))
     alone = program is loss  # the target's element, which is stored behind the others
     assert len(held) == 20 and source.count(" = libdevice.exp(") == len(held) + alone and source.count("_shift = ") == 1
@@ -112,9 +117,8 @@ def test_elements_that_are_needed_themselves_stay() -> None:
         return [x.softmax(1), x.log_softmax(1)]
 
     x, target = inputs(60_000, torch.float32)
-    with settings.override(disable="long_norms"):
-        check(program, x, target, tuning=FEW, **TOLERANCE[torch.float32])
-        assert "_shift" not in "".join(step.kernel.source for step in held(program, x, target))
+    check(program, x, target, tuning=FEW, **TOLERANCE[torch.float32])
+    assert "_shift" not in "".join(step.kernel.source for step in held(program, x, target))
 
 
 @pytest.mark.parametrize(("dtype", "extent"), [(torch.bfloat16, 20_000), (torch.float32, 60_000)])
@@ -141,9 +145,8 @@ def test_what_is_computed_of_elements_before_they_are_reduced(dtype: torch.dtype
         return (torch.tanh(x / 30) * 30).softmax(1)
 
     x, target = inputs(60_001 if dtype is torch.float32 else 30_001, dtype)
-    with settings.override(disable="long_norms"):
-        assert held(program, x, target)
-        check(program, x, target, tuning=FEW, **TOLERANCE[dtype])
+    assert held(program, x, target)
+    check(program, x, target, tuning=FEW, **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("extent", [60_000, 60_001])
@@ -159,8 +162,7 @@ def test_indices_of_64_bits(extent: int, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("program", [loss, softmax])
 def test_registers_have_room_for_what_is_held(program: object, dtype: torch.dtype, extent: int, tmp_path: Path) -> None:
     """But for a few of 128 or 168 that a thread has."""
-    with settings.override(disable="long_norms"):
-        kernel = empty(program, extent, dtype).kernel
+    kernel = empty(program, extent, dtype).kernel
     text = triton_compile.compile_for_hopper(kernel, CACHE).handle.asm["ptx"]
     assert f".maxnreg {kernel.registers}" in text and ("mapa.shared::cluster" in text) == (kernel.cluster > 1)
     stored, told = spilled(kernel, tmp_path)
