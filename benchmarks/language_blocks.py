@@ -146,3 +146,8 @@ def gated_delta(x: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
 def scaled_norm(x: Tensor, weight: Tensor) -> Tensor:
     x = x.float()
     return (weight * (x / (x.norm(dim=-1, keepdim=True) * 2048**-0.5 + 1e-6))).to(torch.float16)
+
+
+@block(half(16, 131072), below(131072, 16))
+def next_words(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), target)

@@ -118,13 +118,13 @@ def _looks_up(group: Group, joint: Joint) -> bool:
     codes of 64 numbers, with their gradients: 104 us on an H200, 282 where differences are stored.)"""
     read = [foot for feet in group.touched.values() for foot in feet.values() if not foot.written]
     costly = any(_is_whole(foot, joint) or foot.form and foot.form[-1][0] < FEW for foot in read)
-    return costly and sum(foot.dtype is not torch.bool and _goes_both_ways(foot, joint) for foot in read) > TABLES
+    return costly and sum(_goes_both_ways(foot, joint) for foot in read) > TABLES
 
 
 def _goes_both_ways(foot: Footprint, joint: Joint) -> bool:
-    """Is it a table, small against the joint space, whose numbers differ between results and along what is reduced?"""
+    """Is it a table, small against the joint space, whose numbers differ between results and along what is reduced? No mask."""
     form = foot.form
-    if form is None or foot.gathers or foot.written or FEW * forms.touched(form) > joint.numel:
+    if form is None or foot.dtype is torch.bool or foot.gathers or foot.written or FEW * forms.touched(form) > joint.numel:
         return False
     return len({flag for _, flag in _moving(form, joint) or ()}) == 2
 

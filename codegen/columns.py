@@ -58,8 +58,9 @@ def column_blocks(body: Body, tuning: Tuning, split: bool) -> tuple[int, int, bo
     """(rows per step, columns, looped?, elements per thread)."""
     width, vector = column_width(body, tuning, split), _vector(body)
     apart = split and body.kept % vector != 0 and body.kept < tuning.covered  # element by element
-    many = moves_much(body) and (split or _scans(body) or -(-body.kept // width) >= tuning.programs)
-    tile = tuning.column_tile // (2 if many else 1) * (2 if _scans(body) or apart or _weighed(body) else 1)
+    lone = not (split or _scans(body)) and -(-body.kept // width) < tuning.programs  # each has a multiprocessor's room
+    tile = tuning.column_tile // (2 if moves_much(body) and not lone else 1)
+    tile *= 2 if _scans(body) or apart or _weighed(body) else 1
     rows, extent = max(tile // width, 1), power_of_two(body.extent)
     along = width >= 32 * vector and not _scans(body)  # a warp lies along a row
     if not split and _in_turn(body):

@@ -123,7 +123,7 @@ def disjoint(left: Form, right: Form, distance: int) -> bool:
     if min(steps) <= 0 or any(stride < 0 for form in (left, right) for _, stride in form):
         return False
     step = max(steps)
-    spans = [1 + sum((size - 1) * stride for size, stride in form if stride != step) for form in (left, right)]
+    spans = [forms.reach(tuple(pair for pair in form if pair[1] != step)) for form in (left, right)]
     place = distance % step
     return spans[0] <= place and place + spans[1] <= step
 

@@ -77,8 +77,8 @@ def literal(number: bool | int | float) -> str:
 
 def byte_span(layout: Layout) -> tuple[int, int]:
     """First byte touched and the byte after the last, from the buffer's start."""
-    last = sum((n - 1) * s for n, s in zip(layout.size, layout.stride))
-    return layout.offset * layout.itemsize, (layout.offset + last + 1) * layout.itemsize
+    end = layout.offset + forms.reach(tuple(zip(layout.size, layout.stride)))
+    return layout.offset * layout.itemsize, end * layout.itemsize
 
 
 class Lowering:

@@ -6,7 +6,6 @@ vocabulary. Their maxima and sums are parts of their own instead, which programs
 
 from __future__ import annotations
 
-import math
 from typing import Sequence
 
 import torch
@@ -53,23 +52,30 @@ def lower_softmax(node: Node, scratch: int) -> list[Part]:
     args = arguments(node)
     source = operand_of(args["self"])
     lowering, dims = reduction(node, source, args["dim"])
-    if _shared_by_programs(node, source.layout, dims):
+    if _shared_by_programs(lowering, source.layout, dims):
         return _softmax_in_parts(node, source, dims, scratch)
     value = lowering.load(source)
     highest = lowering.reduce("max", value)
     shifted = lowering.expr("{0} - {1}", value, highest, dtype=value.dtype)
     # A sum of exponentials of numbers with 8 bits, of which the logarithm is taken: the fast function does.
     grown = exp(lowering, shifted, node.name == "_log_softmax" and _narrow(source))
-    total = lowering.reduce("add", grown)
+    total = _total(lowering, grown)
     if node.name == "_log_softmax":
-        total = lowering.expr("libdevice.log({0})", total, dtype=total.dtype)
         _keep(lowering, scratch, (highest, total))
     lowering.write(0, _shared_out(lowering, shifted, total, grown))
     return [lowering.part]
 
 
+def _total(lowering: Lowering, grown: Instr) -> Instr:
+    """The row's sum of exponentials, or its logarithm, which log-softmax is less."""
+    total = lowering.reduce("add", grown)
+    if lowering.part.node.name == "_softmax":
+        return total
+    return lowering.expr("libdevice.log({0})", total, dtype=total.dtype)
+
+
 def _shared_out(lowering: Lowering, shifted: Instr, total: Instr, grown: Instr) -> Instr:
-    """The op's result from each element less its row's maximum, and from the row's sum, or the sum's logarithm."""
+    """The op's result from each element less its row's maximum, and from the row's `_total`."""
     node = lowering.part.node
     if node.name == "_softmax" and node.writes[0].layout.dtype in HALF:
         share = lowering.expr("1.0 / {0}", total, dtype=total.dtype)  # once per row; the result's rounding hides the difference
@@ -82,11 +88,11 @@ def _shared_out(lowering: Lowering, shifted: Instr, total: Instr, grown: Instr) 
     return lowering.expr("{0} - {1}", shifted, total, dtype=total.dtype)
 
 
-def _shared_by_programs(node: Node, layout: Layout, dims: Sequence[int]) -> bool:
+def _shared_by_programs(lowering: Lowering, layout: Layout, dims: Sequence[int]) -> bool:
     """Do programs share rows? Not of a loss with its gradient, if a program each, or several that hold a row, are enough: they
     read it once."""
-    enough = layout.numel >= ENOUGH * math.prod(layout.size[dim] for dim in dims)
-    return moments.few_and_long(layout, dims) and not (enough and _in_a_loss(node))
+    part = lowering.part
+    return moments.few_and_long(layout, dims) and not (part.kept >= ENOUGH and _in_a_loss(part.node))
 
 
 def _in_a_loss(node: Node) -> bool:
@@ -110,10 +116,7 @@ def _softmax_in_parts(node: Node, source: Operand, dims: Sequence[int], scratch:
     sums.part.apart = True
     value = sums.load(source)
     shifted = sums.expr("{0} - {1}", value, sums.load(highest, KEPT), dtype=value.dtype)
-    summed = sums.reduce("add", exp(sums, shifted, rough))
-    if node.name == "_log_softmax":
-        summed = sums.expr("libdevice.log({0})", summed, dtype=summed.dtype)
-    total = moments.keep(sums, scratch + 1, summed)
+    total = moments.keep(sums, scratch + 1, _total(sums, exp(sums, shifted, rough)))
     last = Lowering(node, source.layout.size)
     value = last.load(source)
     most, sum_ = (last.load(moments.spread(number, dims, rank)) for number in (highest, total))
@@ -140,7 +143,7 @@ def lower_softmax_backward(node: Node, scratch: int) -> list[Part]:
     plain = node.name == "_log_softmax_backward_data"
     total = lowering.reduce("add", grad if plain else lowering.expr("{0} * {1}", grad, output, dtype=grad.dtype))
     parts = [lowering.part]
-    if _shared_by_programs(node, grad_operand.layout, dims):
+    if _shared_by_programs(lowering, grad_operand.layout, dims):
         (number,) = moments.handed_on(lowering, scratch, (total,), dims)
         lowering = Lowering(node, grad_operand.layout.size)
         parts.append(lowering.part)

@@ -110,6 +110,37 @@ def test_a_loss_keeps_nothing_for_each_element(rows: int) -> None:
     assert len(gradients) == 1 and gradients[0].startswith("pointwise")
 
 
+@pytest.mark.usefixtures("short")
+def test_a_loss_is_walked_by_one_program_for_each_row_where_programs_share_none() -> None:
+    target = torch.tensor([3, 7])
+
+    def program(x: Tensor) -> list[Tensor]:
+        leaf = x.detach().requires_grad_()
+        out = F.cross_entropy(leaf.float(), target)
+        return [out.detach(), *torch.autograd.grad(out, leaf)]
+
+    with settings.override(disable="long_norms"):
+        made = check(program, data(2, 500, dtype=torch.bfloat16), rtol=2e-2, atol=2e-2)
+    assert sum("log_softmax" in step.kernel.name for step in kernels(made)) <= 2
+
+
+def test_how_many_rows_of_a_loss_are_shared() -> None:
+    """Fewer with its gradient than without, as one walk is enough for both where a cluster holds each row."""
+    def shared(rows: int, gradient: bool) -> bool:
+        target = torch.zeros(rows, dtype=torch.long)
+
+        def program(x: Tensor) -> list[Tensor]:
+            leaf = x.detach().requires_grad_()
+            out = F.cross_entropy(leaf, target)
+            return [out.detach(), *(torch.autograd.grad(out, leaf) if gradient else ())]
+
+        recording, _ = record(program, torch.zeros(rows, (1 << 16) + 8))
+        return any(step.grid[0] > rows for step in kernels(plan(recording.graph)) if step.kernel.name == "reduce_log_softmax")
+
+    assert shared(63, gradient=True) and not shared(64, gradient=True)
+    assert shared(127, gradient=False) and not shared(128, gradient=False)
+
+
 LOSSES: dict[str, dict[str, Any]] = {
     "of each": {"reduction": "none"}, "sum": {"reduction": "sum"}, "one ignored": {"ignore_index": 7},
     "weighed": {"weight": torch.linspace(0.5, 2, 500)}, "smoothed": {"label_smoothing": 0.1},

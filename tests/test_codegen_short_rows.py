@@ -97,7 +97,7 @@ def test_threads_hold_several_rows_where_there_are_many() -> None:
 
 
 def test_scans_and_the_switch_leave_blocks() -> None:
-    assert rows_held(lambda x: x.cumsum(-1).sum(-1), data(4096, 3)) in ([0], [])
+    assert not any(map(held, kernels(plan(record(lambda x: x.cumsum(-1).sum(-1), data(4096, 3))[0].graph))))
     with settings.override(disable="short_rows"):
         assert rows_held(lengths, data(4096, 3)) == [0]
         check(lengths, data(40, 3), rtol=1e-5, atol=1e-5)

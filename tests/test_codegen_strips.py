@@ -150,9 +150,9 @@ def test_all_kinds_of_reductions(length: int, dtype: torch.dtype, monkeypatch: p
 @LENGTHS
 def test_columns_beside_rows(length: int, dtype: torch.dtype) -> None:
     g, x, w = data(37, length, dtype=dtype), data(37, length, dtype=dtype, seed=1), data(length, dtype=dtype, seed=2)
-    made = check(rms_norm_backward, g, x, w, tuning=ROWS, rtol=3e-2, atol=1e-1)
-    first, second = kernels(made)
-    assert strips(first) and "for r in" in first.kernel.source and "for r in" not in second.kernel.source
+    with settings.override(disable="short_rows"):  # which what few programs leave of the columns would be
+        first, second = kernels(check(rms_norm_backward, g, x, w, tuning=ROWS, rtol=3e-2, atol=1e-1))
+    assert strips(first) and "for r in" in first.kernel.source and not strips(second)
     sums = kernels(check(lambda x: (x.sum(0), x.sum(1)), x, tuning=ROWS, rtol=2e-2, atol=1e-1))[0]
     assert bool(strips(sums)) == (x[0].nbytes >= LEAST)
 
