@@ -7,7 +7,7 @@ from typing import Any, Callable
 
 import pytest
 import torch
-from graphs import check, kernels, plan, record
+from graphs import check, compile_all, kernels, plan, record
 from graphs import drawn as data
 from torch import Tensor
 
@@ -88,6 +88,24 @@ def test_how_long_rows_may_be(length: int) -> None:
     whole = length & (length - 1) == 0
     assert rows_held(lengths, data(4096, length)) == [0 if whole or length > LONGEST else length]
     assert rows_held(lambda x: x.amax(0), data(length, 4096)) == [length if length <= LONGEST else 0]
+
+
+def test_rows_that_others_read_too_are_held() -> None:
+    """Such as differences of all pairs of points, or of experts for each task."""
+    points = data(512, 3)
+    assert max(rows_held(lambda x: (x[:, None] - x).square().sum(-1), points)) == 3
+    assert max(rows_held(lambda x, y: (x[:, None] * y[..., None]).sum(2), data(64, 3, 128), data(64, 5, 3))) == 3
+
+
+def test_rows_of_numbers_alone_are_blocks() -> None:
+    """No operand has an element for each: where they are summed, there would be no block to sum."""
+    def program(x: Tensor) -> Tensor:
+        rows = x.detach().requires_grad_()
+        wide = rows.expand(983, 2, 1)
+        return torch.autograd.grad(wide.float().sum() * 0.5, rows)[0]
+
+    compile_all(check(program, data(983, 1, 1, dtype=torch.bfloat16), rtol=2e-2, atol=2e-2))
+    compile_all(check(lambda x, y: (y * 2).expand(4096, 3).sum(-1) + x, data(4096), data(3), rtol=1e-5, atol=1e-5))
 
 
 def test_threads_hold_several_rows_where_there_are_many() -> None:
